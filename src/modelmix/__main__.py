@@ -1,0 +1,5 @@
+"""``python -m modelmix``."""
+
+from modelmix.cli import main
+
+main()

@@ -1,0 +1,71 @@
+"""The program: its commands, and what happens when one fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from modelmix.cli.calibrate import calibrate
+from modelmix.cli.compare import compare
+from modelmix.cli.curve import curve
+from modelmix.cli.epsilon import epsilon
+from modelmix.cli.reproduce import reproduce
+from modelmix.cli.verify import verify
+from modelmix.errors import ModelMixError
+
+app = typer.Typer(
+    name="modelmix",
+    help="Differential privacy for training, with an epsilon you can check. Every command takes --help.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from modelmix import __version__
+
+        print(f"modelmix {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _command in (epsilon, calibrate, compare, curve, verify, reproduce):
+    app.command()(_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. Every failure a user can cause ends in one line on stderr and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments or ["--help"], prog_name="modelmix", standalone_mode=False)
+    except ModelMixError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        # The reader of our output went away; leave quietly, and keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        _fail(f"{message()} See modelmix {' '.join(arguments[:1])} --help.".replace("  ", " "))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"modelmix: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

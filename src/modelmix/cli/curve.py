@@ -1,0 +1,69 @@
+"""``modelmix curve``: epsilon against steps or mixing width, as a plot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modelmix.cli import show
+from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
+from modelmix.errors import ModelMixError
+
+_AXES = ("steps", "omega", "tau")
+
+
+@takes_mechanism
+def curve(
+    options: MechanismOptions,
+    over: Annotated[
+        str, typer.Option(help="steps, omega or tau (tau/eta; needs --clip, --n, --q or --batch).")
+    ] = "steps",
+    start: Annotated[float | None, typer.Option("--from", help="First value.", show_default=False)] = None,
+    stop: Annotated[float | None, typer.Option("--to", help="Last value.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="Plot file; both .png and .svg are written.")] = Path("epsilon-curve.png"),
+    json: Json = False,
+) -> None:
+    """Epsilon against the number of steps or the mixing width, as a plot (PNG and SVG).
+
+    \b
+    modelmix curve --z 0.335 --omega 11.25 --p 100 --q 0.03 --steps 3500
+    modelmix curve --over tau --from 0.01 --to 1 --z 0.335 --clip 20 --n 50000 --batch 1500 --p 100 --steps 3500
+    """
+    from modelmix.report import curves
+
+    if over not in _AXES:
+        raise ModelMixError(f"--over {over} is unknown: choose one of {', '.join(_AXES)}.")
+    if over == "steps":
+        mechanism, steps = options.one_phase()
+        last = float(steps) if stop is None else stop
+        result = curves.over_steps(mechanism, max(1.0, last / 1000) if start is None else start, last, options.delta)
+    else:
+        # The axis replaces whatever width was given; in the paper's units one tau/eta is worth ``unit`` of omega.
+        unit = replace(options, tau=1.0, eta=None, omega=None).in_ratios().omega if over == "tau" else None
+        fixed = replace(options, omega=0.0, tau=None, c=None, eta=None)
+        mechanism, steps = fixed.one_phase()
+        default = (0.01, 1.0) if over == "tau" else (0.1, 100.0)
+        first, last = (
+            given if given is not None else usual for given, usual in zip((start, stop), default, strict=True)
+        )
+        result = curves.over_width(mechanism, steps, first, last, options.delta, unit)
+    written = curves.draw(result, out)
+    if json:
+        lines = {name: line.tolist() for name, line in result.lines.items()}
+        files = [str(path) for path in written]
+        print(show.as_json({"axis": result.axis, "x": result.x.tolist(), "epsilon": lines, "files": files}))
+        return
+    last_index = len(result.x) - 1
+    rows = [
+        [f"{result.x[i]:.6g}", *(show.up(float(line[i])) for line in result.lines.values())]
+        for i in sorted({2 * round(last_index * part / 8) for part in range(5)})
+    ]
+    show.table(
+        f"epsilon against {result.axis}: {result.title}",
+        [over, *result.lines],
+        rows,
+        [f"drawn: {', '.join(map(str, written))}"],
+    )

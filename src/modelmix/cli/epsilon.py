@@ -1,0 +1,98 @@
+"""``modelmix epsilon``: what a mechanism or a ledger costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from modelmix.cli import show
+from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
+from modelmix.errors import ModelMixError
+from modelmix.privacy import comparison
+from modelmix.privacy.accountant import Guarantee, guarantee, rdp
+
+
+@takes_mechanism
+def epsilon(
+    options: MechanismOptions,
+    orders: Annotated[str, typer.Option(help="Also print the Renyi divergence of one step, e.g. 2,3,4.")] = "",
+    save_ledger: Annotated[Path | None, typer.Option(help="Write the phases to this ledger file.")] = None,
+    json: Json = False,
+) -> None:
+    """Epsilon of a mechanism or a ledger, with plain DP-SGD and an equal-variance Gaussian under it.
+
+    \b
+    modelmix epsilon --z 0.335 --omega 11.25 --p 100 --q 0.03 --steps 3400
+    modelmix epsilon --z 0.335 --clip 20 --n 50000 --batch 1500 --tau 0.15 --p 100 --steps 3400
+    """
+    ledger = options.phases()
+    improved = guarantee(ledger, options.delta)
+    classic = guarantee(ledger, options.delta, conversion="classic")
+    wanted = _orders(orders)
+    divergence = [rdp(phase.mechanism, wanted).tolist() for phase in ledger.phases] if wanted else []
+    plain = comparison.best_epsilon(comparison.unmixed(ledger), options.delta)
+    twin_ledger = comparison.equal_variance(ledger)
+    twin = comparison.best_epsilon(twin_ledger, options.delta)
+    twin_renyi = guarantee(twin_ledger, options.delta).epsilon
+    twin_z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
+    best = min(improved.epsilon, plain.epsilon)
+    if save_ledger is not None:
+        ledger.save(save_ledger)
+    if json:
+        out: dict[str, Any] = {
+            "epsilon": improved.epsilon,
+            "epsilon_classic": classic.epsilon,
+            "delta": options.delta,
+            "order": improved.order,
+            "order_classic": classic.order,
+            "proved": True,
+            "reason": improved.reason,
+            "best_proved_epsilon": best,
+            "plain_dpsgd_epsilon": plain.epsilon,
+            "plain_dpsgd_accountant": plain.accountant,
+            "equal_variance_epsilon": twin.epsilon,
+            "equal_variance_accountant": twin.accountant,
+            "equal_variance_epsilon_rdp": twin_renyi,
+            "equal_variance_noise_multiplier": twin_z[0] if len(twin_z) == 1 else twin_z,
+            "adjacency": "add or remove one sample",
+            "steps": ledger.steps,
+            "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in ledger.phases],
+        }
+        if wanted:
+            out["rdp_per_step"] = [dict(zip((f"{a:g}" for a in wanted), row, strict=True)) for row in divergence]
+            if len(divergence) == 1:
+                out["rdp_per_step"] = out["rdp_per_step"][0]
+        print(show.as_json(out))
+        return
+    phases = [f"{phase.steps:,} steps of {show.describe(phase.mechanism)}" for phase in ledger.phases]
+    law = "plain DP-SGD" if all(phase.mechanism.law == "gaussian" for phase in ledger.phases) else "same noise"
+    z = f"z = {twin_z[0]:.4g}" if len(twin_z) == 1 else "phase by phase"
+    rows = [
+        ["[bold]this mechanism[/]", f"[bold]{show.up(improved.epsilon)}[/]", _how(improved)],
+        ["  classic conversion", show.up(classic.epsilon), _how(classic)],
+        [f"{law}, no mixing, same z", show.up(plain.epsilon), plain.accountant],
+        [f"plain Gaussian of equal variance, {z}", show.up(twin.epsilon), twin.accountant],
+    ]
+    rows += [
+        [f"  D_{a:g} of one step, phase {i + 1}", f"{value:.6g}", "upper bound"]
+        for i, row in enumerate(divergence)
+        for a, value in zip(wanted, row, strict=True)
+    ]
+    notes = [f"phase: {phase}" for phase in phases] + ([improved.reason] if improved.reason else [])
+    if best < improved.epsilon:
+        notes.append(f"Mixing only adds noise, so {show.up(best)}, proved without it, holds for this mechanism too.")
+    notes.append(show.GUARANTEE)
+    show.table(f"epsilon at delta = {options.delta:g}", ["", "epsilon", " by"], rows, notes)
+
+
+def _how(result: Guarantee) -> str:
+    return f"Renyi order {result.order:g}, {result.conversion}"
+
+
+def _orders(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ModelMixError(f"--orders {text!r} is not a list of numbers: write for instance --orders 2,3,4.") from None

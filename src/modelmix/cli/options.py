@@ -1,0 +1,139 @@
+"""The options that describe a mechanism, shared by every command that takes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from modelmix.errors import ModelMixError
+from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.mechanism import Mechanism, mixing_width
+from modelmix.privacy.validation import rate, whole
+
+_RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def _option(names: str, text: str, panel: str) -> Any:
+    return typer.Option(*names.split(","), help=text, rich_help_panel=panel, show_default=False)
+
+
+@dataclass(frozen=True)
+class MechanismOptions:
+    """What the user said about the mechanism; anything may be missing until a command asks for it."""
+
+    z: Annotated[float | None, _option("--z", "Noise multiplier: noise scale / clip.", _RATIOS)] = None
+    omega: Annotated[
+        float | None, _option("--omega", "Mixing width / clip, (tau/eta)*B/c; 0 is plain DP-SGD.", _RATIOS)
+    ] = None
+    p: Annotated[float | None, _option("--p", "Truncation: coordinates at most c/sqrt(p). 1 is none.", _RATIOS)] = None
+    q: Annotated[float | None, _option("--q", "Poisson sampling rate.", _RATIOS)] = None
+    steps: Annotated[float | None, _option("--steps", "Number of steps T.", _RATIOS)] = None
+    law: Annotated[str | None, _option("--law", "Noise law: gaussian (l2 clip) or laplace (l1 clip).", _RATIOS)] = None
+    d: Annotated[float | None, _option("--d", "Trained coordinates; matters only below p.", _RATIOS)] = None
+    c: Annotated[float | None, _option("--clip,--c", "Clip c of a sample's gradient.", _PAPER)] = None
+    n: Annotated[float | None, _option("--n", "Number of samples n.", _PAPER)] = None
+    batch: Annotated[float | None, _option("--batch,--B", "Expected batch B = q*n, instead of --q.", _PAPER)] = None
+    tau: Annotated[float | None, _option("--tau", "Mixing threshold tau.", _PAPER)] = None
+    eta: Annotated[float | None, _option("--eta", "Step size eta; left out, tau is read in units of eta.", _PAPER)] = (
+        None
+    )
+    ledger: Annotated[
+        Path | None, _option("--ledger", "A ledger file; its phases come before the one given by options.", _OTHER)
+    ] = None
+    delta: Annotated[float, typer.Option("--delta", help="Failure probability.", rich_help_panel=_OTHER)] = 1e-5
+
+    @property
+    def describes_a_phase(self) -> bool:
+        return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in ("ledger", "delta"))
+
+    def in_ratios(self) -> MechanismOptions:
+        """The same options with q and omega worked out from the paper's units."""
+        q, omega = self.q, self.omega
+        if self.batch is not None:
+            if q is not None:
+                raise ModelMixError("--q and --batch say the same thing: give one of them.")
+            if self.n is None:
+                raise ModelMixError("--batch needs --n, the number of samples: q = B/n.")
+            q = rate("q = B/n", self.batch / whole("n", self.n, "the number of samples", least=1), "the sampling rate")
+        if self.tau is not None:
+            if omega is not None:
+                raise ModelMixError("--omega and --tau say the same thing: give one of them.")
+            missing = [name for name, value in (("--clip", self.c), ("--n", self.n)) if value is None]
+            if q is None:
+                missing.append("--q or --batch")
+            if missing:
+                raise ModelMixError(f"--tau needs {', '.join(missing)} as well: omega = (tau/eta)*q*n/c.")
+            expected_batch = q * whole("n", self.n, "the number of samples", least=1)  # type: ignore[operator]
+            eta = 1.0 if self.eta is None else self.eta
+            omega = mixing_width(self.c, self.tau, eta, expected_batch)  # type: ignore[arg-type]
+        elif self.c is not None or self.eta is not None:
+            raise ModelMixError("--clip and --eta only serve to work out omega from --tau: give --tau too, or --omega.")
+        return replace(self, q=q, omega=omega, batch=None, tau=None, c=None, n=None, eta=None)
+
+    def require(self, *names: str) -> None:
+        """Refuses to go on without these ratios."""
+        missing = [f"--{name}" for name in names if getattr(self, name) is None]
+        if missing:
+            raise ModelMixError(f"{', '.join(missing)} missing: see --help for what each means.")
+
+    def mechanism(self) -> Mechanism:
+        """The mechanism the options describe."""
+        ratios = self.in_ratios()
+        ratios.require("z", "q")
+        return Mechanism(
+            noise_multiplier=ratios.z,  # type: ignore[arg-type]
+            sample_rate=ratios.q,  # type: ignore[arg-type]
+            mixing_width=0.0 if ratios.omega is None else ratios.omega,
+            p=1 if ratios.p is None else ratios.p,  # type: ignore[arg-type]
+            law=ratios.law or "gaussian",
+            dimension=ratios.d,  # type: ignore[arg-type]
+        )
+
+    def phases(self) -> Ledger:
+        """The phases of --ledger, then the one the other options describe."""
+        out = Ledger() if self.ledger is None else Ledger.load(self.ledger)
+        if self.describes_a_phase:
+            mechanism = self.mechanism()
+            self.require("steps")
+            out = out.add(mechanism, self.steps)  # type: ignore[arg-type]
+        if not out.phases:
+            raise ModelMixError("nothing to account for: give --z, --q and --steps (see --help), or --ledger FILE.")
+        return out
+
+    def one_phase(self) -> tuple[Mechanism, int]:
+        """The only phase, for commands that vary one of its numbers."""
+        ledger = self.phases()
+        if len(ledger.phases) != 1:
+            raise ModelMixError("this command takes one phase: give a ledger of one phase, or the options of one.")
+        return ledger.phases[0].mechanism, ledger.phases[0].steps
+
+
+def takes_mechanism(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options above; it receives them as its argument ``options``."""
+    hints = get_type_hints(MechanismOptions, include_extras=True)
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(MechanismOptions)
+    ]
+    own_hints = get_type_hints(command, include_extras=True)
+    own = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[p.name])
+        for p in inspect.signature(command).parameters.values()
+        if p.name != "options"
+    ]
+
+    def run(**arguments: Any) -> None:
+        options = MechanismOptions(**{p.name: arguments.pop(p.name) for p in shared})
+        command(options=options, **arguments)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(own + shared)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in own + shared}
+    return run

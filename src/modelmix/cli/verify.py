@@ -1,0 +1,54 @@
+"""``modelmix verify``: epsilon from a ledger, without the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modelmix.cli import show
+from modelmix.cli.options import Json
+from modelmix.privacy.accountant import guarantee
+from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.validation import at_least_zero
+
+
+def verify(
+    ledger: Annotated[Path, typer.Argument(help="A ledger file.", metavar="LEDGER.json")],
+    delta: Annotated[float, typer.Option(help="Failure probability.")] = 1e-5,
+    claim: Annotated[float | None, typer.Option(help="An epsilon to check: exit code 1 if it is too small.")] = None,
+    json: Json = False,
+) -> None:
+    """Recompute epsilon from a ledger, without the model, and check a claim against it."""
+    book = Ledger.load(ledger)
+    result = guarantee(book, delta)
+    holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= result.epsilon
+    if json:
+        print(
+            show.as_json(
+                {
+                    "epsilon": result.epsilon,
+                    "delta": delta,
+                    "order": result.order,
+                    "proved": True,
+                    "claim": claim,
+                    "claim_holds": holds,
+                    "steps": book.steps,
+                    "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in book.phases],
+                }
+            )
+        )
+    else:
+        rows = [[str(i + 1), f"{p.steps:,}", show.describe(p.mechanism)] for i, p in enumerate(book.phases)]
+        verdict = {None: "", True: f" The claim of {claim} holds.", False: f" The claim of {claim} is TOO SMALL."}[
+            holds
+        ]
+        show.table(
+            f"epsilon = {show.up(result.epsilon)} at delta = {delta:g}.{verdict}",
+            ["phase", "steps", " mechanism"],
+            rows,
+            [show.GUARANTEE],
+        )
+    if holds is False:
+        raise typer.Exit(1)

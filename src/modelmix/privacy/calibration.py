@@ -1,0 +1,141 @@
+"""Solving for one number of a mechanism so that a target epsilon holds. The answer is always on the safe side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from modelmix.errors import ModelMixError
+from modelmix.privacy.accountant import epsilon as renyi_epsilon
+from modelmix.privacy.laws import Law
+from modelmix.privacy.mechanism import Mechanism
+from modelmix.privacy.renyi import Conversion
+from modelmix.privacy.validation import positive, whole
+
+Unknown = Literal["noise_multiplier", "mixing_width", "sample_rate", "steps", "p"]
+
+_LEAST, _MOST = 1e-9, 1e12
+_LARGEST_COUNT = 10**15
+
+
+def smallest_safe(
+    value: Callable[[float], float], target: float, *, start: float, tolerance: float, name: str
+) -> float:
+    """The smallest x (within ``tolerance``, rounded up) with value(x) <= target, for a falling function."""
+    high = start
+    while not value(high) <= target:
+        high *= 2
+        if high > _MOST:
+            raise ModelMixError(f"epsilon = {target:g} cannot be reached with any {name} up to {_MOST:g}.")
+    low = high / 2
+    while value(low) <= target:
+        high, low = low, low / 2
+        if low < _LEAST:
+            return high
+    while high / low > 1 + tolerance:
+        middle = math.sqrt(low * high)
+        if value(middle) <= target:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _last_safe_count(value: Callable[[int], float], target: float, name: str) -> int:
+    """The largest whole number with value <= target, for a rising function."""
+    if not value(1) <= target:
+        raise ModelMixError(f"epsilon = {target:g} cannot be reached even with {name} = 1: use more noise.")
+    low, high = 1, 2
+    while value(high) <= target:
+        low, high = high, 2 * high
+        if high > _LARGEST_COUNT:
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if value(middle) <= target else (low, middle)
+    return low
+
+
+def calibrate(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float | None = None,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    mixing_width: float | None = 0.0,
+    p: int | None = 1,
+    law: str | Callable[[float], Law] = "gaussian",
+    dimension: int | None = None,
+    conversion: Conversion = "improved",
+    tolerance: float = 1e-6,
+) -> Mechanism:
+    """A mechanism whose epsilon after ``steps`` steps is at most the target, with one number solved for.
+
+    Exactly one of noise_multiplier, mixing_width, sample_rate, p must be None. ``max_steps`` solves for the steps.
+    The answer is the least noise (or the largest sampling rate), rounded to the safe side within ``tolerance``.
+    """
+    given: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "mixing_width": mixing_width,
+        "sample_rate": sample_rate,
+        "p": p,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) != 1 or steps is None:
+        raise ModelMixError(
+            "calibrate solves for one unknown: leave out exactly one of noise_multiplier, mixing_width, sample_rate, p "
+            "and give steps (max_steps solves for the steps)."
+        )
+    positive("epsilon", epsilon, "the target epsilon")
+    whole("steps", steps, "the number of steps", least=1)
+    unknown = missing[0]
+    probe = {"noise_multiplier": 1.0, "mixing_width": 0.0, "sample_rate": 1.0, "p": 1}
+    known = Mechanism(**{**given, unknown: probe[unknown]}, law=law, dimension=dimension)
+
+    def with_unknown(x: float) -> Mechanism:
+        change: dict[str, Any] = {unknown: x}
+        return replace(known, **change)
+
+    def value(x: float) -> float:
+        return renyi_epsilon(with_unknown(x), delta, steps=steps, conversion=conversion)
+
+    if unknown == "noise_multiplier":
+        answer: float = smallest_safe(value, epsilon, start=1.0, tolerance=tolerance, name="z")
+    elif unknown == "mixing_width":
+        if value(0.0) <= epsilon:
+            answer = 0.0
+        else:
+            answer = smallest_safe(value, epsilon, start=1.0, tolerance=tolerance, name="omega")
+    elif unknown == "sample_rate":
+        if value(1.0) <= epsilon:
+            answer = 1.0
+        else:
+            answer = 1 / smallest_safe(lambda x: value(1 / x), epsilon, start=2.0, tolerance=tolerance, name="1/q")
+    else:
+        answer = _smallest_p(value, epsilon)
+    return with_unknown(answer)
+
+
+def _smallest_p(value: Callable[[float], float], target: float) -> int:
+    high = 1
+    while not value(high) <= target:
+        high *= 2
+        if high > _LARGEST_COUNT:
+            raise ModelMixError(
+                f"epsilon = {target:g} cannot be reached with any p: truncation alone is not enough; "
+                "use more noise or wider mixing."
+            )
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if value(middle) <= target else (middle, high)
+    return high
+
+
+def max_steps(mechanism: Mechanism, *, epsilon: float, delta: float, conversion: Conversion = "improved") -> int:
+    """The largest number of steps whose epsilon is at most the target."""
+    positive("epsilon", epsilon, "the target epsilon")
+    return _last_safe_count(lambda t: renyi_epsilon(mechanism, delta, steps=t, conversion=conversion), epsilon, "steps")

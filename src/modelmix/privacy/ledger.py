@@ -1,0 +1,124 @@
+"""A ledger is data: which mechanism ran for how many steps, in order.
+
+It is saved as JSON beside every checkpoint, and anyone can recompute epsilon from it without the model. Two equal
+phases in a row become one. The file carries a digest of its content, so that a truncated or edited ledger is refused;
+the digest guards against accidents and sloppy edits, not against a forger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from modelmix.errors import ModelMixError
+from modelmix.privacy.mechanism import Mechanism
+from modelmix.privacy.validation import whole
+
+SCHEMA = "modelmix-ledger"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``steps`` steps of one mechanism."""
+
+    mechanism: Mechanism
+    steps: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Phases in the order in which they ran. Immutable: ``add`` returns a longer ledger."""
+
+    phases: tuple[Phase, ...] = field(default=())
+
+    def add(self, mechanism: Mechanism, steps: int = 1) -> Ledger:
+        """This ledger followed by ``steps`` steps of ``mechanism``."""
+        steps = whole("steps", steps, "the number of steps", least=1)
+        *before, last = self.phases or (None,)
+        if last is not None and last.mechanism == mechanism:
+            return Ledger((*self.phases[: len(before)], Phase(mechanism, last.steps + steps)))
+        return Ledger((*self.phases, Phase(mechanism, steps)))
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def to_json(self) -> str:
+        """The ledger as text, with its schema, version and digest."""
+        body = {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in self.phases],
+        }
+        return json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        """Reads what ``to_json`` wrote; refuses anything else in one line."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ModelMixError(
+                f"the ledger is not whole JSON (line {error.lineno}): it was cut off or edited; restore the file."
+            ) from None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise ModelMixError(f'this is not a ledger: its "schema" must be "{SCHEMA}".')
+        if data.get("version") != VERSION:
+            raise ModelMixError(
+                f"ledger version {data.get('version')!r} is unknown: this program reads version {VERSION}; "
+                "use the program that wrote the file."
+            )
+        if set(data) != {"schema", "version", "phases", "digest"} or not isinstance(data["phases"], list):
+            raise ModelMixError('a ledger has exactly "schema", "version", "phases" (a list) and "digest".')
+        body = {key: value for key, value in data.items() if key != "digest"}
+        if data["digest"] != _digest(body):
+            raise ModelMixError("the ledger's digest does not match its content: it was edited; restore the file.")
+        ledger = cls()
+        for entry in data["phases"]:
+            if not isinstance(entry, dict) or "steps" not in entry:
+                raise ModelMixError('every phase of a ledger is an object with "steps" and a mechanism.')
+            mechanism = Mechanism.from_dict({key: value for key, value in entry.items() if key != "steps"})
+            ledger = ledger.add(mechanism, entry["steps"])
+        return ledger
+
+    def save(self, path: str | Path) -> None:
+        """Writes the ledger atomically: the old file or the new one, never half of one."""
+        path = Path(path)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(self.to_json())
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise ModelMixError(f"cannot write {path}: {error.strerror}.") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ledger:
+        """Reads a ledger file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ModelMixError(f"cannot read {path}: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise ModelMixError(f"{path} is not a text file: give the JSON file of a ledger.") from None
+        try:
+            return cls.from_json(text)
+        except ModelMixError as error:
+            raise ModelMixError(f"{path}: {error}") from None
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

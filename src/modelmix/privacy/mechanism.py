@@ -1,0 +1,133 @@
+"""One step's privacy as an immutable value.
+
+What a trainer runs and what the accountant composes is the same ``Mechanism``; they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from modelmix.errors import ModelMixError
+from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
+from modelmix.privacy.validation import at_least_zero, positive, rate, whole
+
+LAWS: Mapping[str, Callable[[float], Law]] = {"gaussian": Gaussian, "laplace": Laplace}
+
+_FIELDS = ("law", "noise_multiplier", "mixing_width", "p", "sample_rate", "dimension")
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One noisy, mixed gradient step on a Poisson-sampled batch.
+
+    Adjacency: two datasets differ by adding or removing one sample. All lengths are divided by the clip.
+
+    Args:
+        noise_multiplier: z, the noise scale over the clip. Gaussian: standard deviation over the l2 clip.
+            Laplace: scale over the l1 clip.
+        sample_rate: q, the probability with which every sample enters the batch, independently.
+        mixing_width: omega = (tau/eta) * q*n / c; 0 is plain DP-SGD.
+        p: truncation. Every coordinate of a clipped gradient is at most c/sqrt(p) in size; 1 is no truncation.
+        law: "gaussian", "laplace", or a function from z to a ``Law`` (Section 4.5 of the paper).
+        dimension: number d of trained coordinates if known; it matters only when it is below p.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    mixing_width: float = 0.0
+    p: int = 1
+    law: str | Callable[[float], Law] = "gaussian"
+    dimension: int | None = None
+
+    def __post_init__(self) -> None:
+        # Normal forms, so that equal mechanisms compare and hash equal however they were written.
+        set_field = object.__setattr__
+        set_field(self, "noise_multiplier", positive("z", self.noise_multiplier, "the noise multiplier"))
+        set_field(self, "sample_rate", rate("q", self.sample_rate, "the sampling rate"))
+        set_field(self, "mixing_width", at_least_zero("omega", self.mixing_width, "the mixing width"))
+        set_field(self, "p", whole("p", self.p, "the truncation parameter", least=1))
+        if self.dimension is not None:
+            set_field(self, "dimension", whole("d", self.dimension, "the number of trained coordinates", least=1))
+        if isinstance(self.law, str) and self.law not in LAWS:
+            raise ModelMixError(f"law = {self.law!r} is unknown: choose one of {', '.join(sorted(LAWS))}.")
+        if not isinstance(self.law, str) and not callable(self.law):
+            raise ModelMixError("law must be a name or a function from z to a Law.")
+
+    @cached_property
+    def noise(self) -> Law:
+        """The law of the added noise alone."""
+        family = LAWS[self.law] if isinstance(self.law, str) else self.law
+        return family(self.noise_multiplier)
+
+    @cached_property
+    def coordinate_law(self) -> Law:
+        """What one coordinate receives in one step: the noise, plus the mixing uniform."""
+        return Mixed(self.noise, self.mixing_width) if self.mixing_width > 0 else self.noise
+
+    @property
+    def mixed(self) -> bool:
+        return self.mixing_width > 0
+
+    @property
+    def total_std(self) -> float:
+        """Standard deviation of everything added to one coordinate, over the clip."""
+        return math.sqrt(self.coordinate_law.variance)
+
+    @property
+    def coordinate_bound(self) -> float:
+        """Largest size of one coordinate of a clipped gradient, over the clip."""
+        return 1 / math.sqrt(self.p)
+
+    @cached_property
+    def worst_gradient(self) -> tuple[tuple[float, int], ...]:
+        """The clipped gradient with the largest Renyi divergence, as (size, how many coordinates).
+
+        Clipping leaves {|v|_norm <= 1, |v_j| <= 1/sqrt(p)}. The log-moment is a sum over coordinates of a convex
+        function of |v_j|^norm, so it is largest at a vertex: as many coordinates as fit at the bound (Corollary 4.1:
+        exactly p of them for the l2 norm), and for the l1 norm one more with what is left.
+        """
+        bound = self.coordinate_bound
+        full, rest = self.p, 0.0
+        if self.coordinate_law.norm == 1:
+            full = math.isqrt(self.p)
+            rest = 0.0 if full * full == self.p else max(0.0, 1 - full * bound)
+        d = self.dimension if self.dimension is not None else full + 1
+        gradient = [(bound, min(full, d))]
+        if rest > 0 and d > full:
+            gradient.append((rest, 1))
+        return tuple(gradient)
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields as plain data, for a ledger."""
+        if not isinstance(self.law, str):
+            raise ModelMixError("a law of your own cannot be written to a ledger: only named laws can be re-checked.")
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Mechanism:
+        """The inverse of ``as_dict``; refuses missing and unknown fields."""
+        if set(data) != set(_FIELDS):
+            odd = sorted(set(data) ^ set(_FIELDS))
+            raise ModelMixError(f"a ledger phase has the fields {', '.join(_FIELDS)}; look at {', '.join(odd)}.")
+        if not isinstance(data["law"], str):
+            raise ModelMixError(f"law = {data['law']!r} is unknown: choose one of {', '.join(sorted(LAWS))}.")
+        return cls(**data)  # type: ignore[arg-type]
+
+
+def equal_variance_gaussian(mechanism: Mechanism) -> Mechanism:
+    """Plain DP-SGD that adds the same total variance to every coordinate: z_eq^2 = variance of the mixed law.
+
+    The honest yardstick of mixing: in the small-shift limit no law of this variance beats it (Cramer-Rao).
+    """
+    return Mechanism(mechanism.total_std, mechanism.sample_rate)
+
+
+def mixing_width(clip: float, tau: float, eta: float, expected_batch: float) -> float:
+    """omega from the paper's quantities: (tau/eta) * B / c, with B = q*n the *expected* batch."""
+    positive("c", clip, "the clip")
+    positive("eta", eta, "the learning rate")
+    positive("B", expected_batch, "the expected batch q*n")
+    return at_least_zero("tau", tau, "the mixing threshold") / eta * expected_batch / clip
