@@ -21,6 +21,7 @@ from modelmix.privacy.renyi import (
     orders_at,
     refine,
     step_curve,
+    total_variation,
     worst_loss,
 )
 from modelmix.privacy.validation import at_least_zero, probability, whole
@@ -102,11 +103,11 @@ def guarantee(
         if best < orders.size - 1:
             break
     value, order = float(candidates[best]) * _UP, float(orders[best])
+    if not math.isfinite(min(value, pure)):
+        return Guarantee(math.inf, delta, 0.0, conversion, "no finite moment: the noise is too small to bound the loss")
     if pure <= value:
         return Guarantee(pure, delta, math.inf, conversion, "pure: holds with delta = 0 as well")
     reason = None
-    if not math.isfinite(value):
-        return Guarantee(math.inf, delta, 0.0, conversion, "no finite moment: the noise is too small to bound the loss")
     if best == orders.size - 1:
         reason = f"Renyi orders above {order:g} could lower epsilon by at most {-math.log(delta) / (order - 1):.1e}"
     return Guarantee(value, delta, order, conversion, reason)
@@ -136,12 +137,14 @@ def delta(
     if not phases or sum(phase.steps * worst_loss(phase.mechanism) for phase in phases) <= epsilon:
         return 0.0
     for level in range(LAST_LEVEL + 1):
-        orders, kappa = orders_at(level), _compose(phases, level)
-        candidates = log_deltas(*refine(orders, kappa), epsilon, conversion)
-        best = int(np.argmin(candidates))
-        if best < candidates.size - 1:
+        orders, kappa = refine(orders_at(level), _compose(phases, level))
+        candidates = log_deltas(orders, kappa, epsilon, conversion)
+        if int(np.argmin(candidates)) < candidates.size - 1:
             break
-    return min(1.0, math.exp(float(candidates[best])) * _UP)
+    smallest = math.exp(float(np.min(candidates)))
+    if conversion == "improved":
+        smallest = min(smallest, total_variation(orders, kappa))
+    return min(1.0, smallest * _UP)
 
 
 def epsilon_curve(

@@ -22,6 +22,7 @@ from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian
 from modelmix.privacy.validation import probability
 
 _RESOLUTION = 2e4  # buckets per epsilon; the pessimistic rounding costs a few parts in this many
+_STEP_LOSS = 1e-3  # what all the steps' rounding may add to epsilon, as a fraction
 _COARSEST = 0.5
 _MOST_BUCKETS = 4e4  # for the loss of one step
 _STAGE = 10_000
@@ -66,7 +67,9 @@ def pld_epsilon(ledger: Ledger, delta: float) -> float:
 def _pld_at(ledger: Ledger, delta: float, rough: float) -> float:
     """One pass with buckets fit for an epsilon of about ``rough``; infinity where that would take too many."""
     spans = [_step_span(phase.mechanism) for phase in ledger.phases]
-    interval = min(max(rough / _RESOLUTION, max(spans) / _MOST_BUCKETS), _COARSEST)
+    # A bucket i costs about i^2/8 per step, and epsilon/i buckets are needed.
+    interval = min(rough / _RESOLUTION, math.sqrt(8 * _STEP_LOSS * rough / ledger.steps))
+    interval = min(max(interval, max(spans) / _MOST_BUCKETS), _COARSEST)
     if max(rough, *spans) / interval > 50 * _MOST_BUCKETS:
         return math.inf
 

@@ -124,7 +124,9 @@ class Gaussian(Law):
         return out
 
     def exact_log_excess(self, shift: float, k: Array) -> Array:
-        return log_expm1(0.5 * k * (k - 1) * (shift / self.z) ** 2)
+        ratio = shift / self.z
+        with np.errstate(over="ignore"):
+            return log_expm1(0.5 * k * (k - 1) * ratio * ratio)
 
 
 @dataclass(frozen=True)

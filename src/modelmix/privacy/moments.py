@@ -22,8 +22,9 @@ _CLOSED_FORM = 1e-13  # added to the logarithm of a closed form, many times its 
 _PANEL_TOLERANCE = 1e-11
 _PANEL_SAFETY = 10.0
 _PANEL_WORST = 1e-6
-_ALWAYS_SUMMED = 256.0  # orders up to here are summed whatever the shift
-_FAR = 60.0  # beyond this many standard deviations larger orders are bounded by the plain Gaussian
+_DENSE, _FAR, _TOO_FAR = 256.0, 60.0, 2e4
+"""Peaks (k * shift, in scales) beyond _FAR are summed for orders up to _DENSE only, and never beyond _TOO_FAR."""
+_NEGLIGIBLE = 1e-12  # shifts and widths below this many scales are lost in rounding
 _BLOCK = 2_000_000  # entries of the order-by-point matrix held at a time
 
 
@@ -45,7 +46,10 @@ def log_excess(law: Law, shift: float, orders: Array) -> Array:
     above = k > 1
     if shift == 0 or not above.any():
         return out
-    shift = abs(float(shift))
+    # Both replacements err upwards: moments grow with the shift, and mixing (post-processing) only lowers them.
+    shift = max(abs(float(shift)), _NEGLIGIBLE * law.scale)
+    if isinstance(law, Mixed) and law.omega < _NEGLIGIBLE * law.scale:
+        law = law.base
     exact = law.exact_log_excess(shift, k[above])
     if exact is not None:
         out[above] = exact + _CLOSED_FORM
@@ -56,7 +60,8 @@ def log_excess(law: Law, shift: float, orders: Array) -> Array:
     if plain is not None:
         # Deep in the tail the unmixed law, an upper bound because mixing is post-processing, is as good and free.
         bound[above] = plain + _CLOSED_FORM
-        above &= (k <= _ALWAYS_SUMMED) | (k * shift <= _FAR * law.scale)
+        far = k * shift / law.scale
+        above &= (far <= _FAR) | ((k <= _DENSE) & (far <= _TOO_FAR))
     # One set of points serves a factor of four in k: small orders deserve wide steps.
     lower = 1.0
     while lower < k.max():
@@ -73,12 +78,12 @@ def sampled_log_moments(law: Law, shift: float, orders: Array, sample_rate: floa
 
     At whole orders this is the sum of the Corollary for p = 1. In between it is exact for the plain Gaussian; for a
     mixed law the worst direction is **not proved** at such orders, only seen to hold, so it never enters an
-    epsilon of this package: it serves to reproduce published figures.
+    epsilon of this package: it serves to reproduce published figures. No error is added.
     """
     alpha = np.asarray(orders, dtype=np.float64)
     top = float(alpha.max())
     rule = strip_rule(law, abs(shift), top) if rule_is_proved(law) else panel_rule(law, abs(shift), top, 2)
-    return np.logaddexp(0.0, _sum(law, abs(shift), alpha, rule, sample_rate)[1])
+    return np.logaddexp(0.0, _sum(law, abs(shift), alpha, rule, sample_rate)[0])
 
 
 def _summed(law: Law, shift: float, k: Array) -> Array:
@@ -121,9 +126,13 @@ def _sum(law: Law, shift: float, k: Array, rule: Rule, sample_rate: float = 1.0)
         log_f, log_weight = log_f[keep], log_weight[keep]
         log_shifted = np.maximum(log_shifted[keep], -1e300)
     u = log_shifted - log_f
-    if sample_rate < 1:
-        u = np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + u)
     blur = _ROUNDING * (1 + np.abs(log_f) + np.abs(log_shifted))
+    if sample_rate < 1:
+        sampled = np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + u)
+        near = np.abs(u) < 1
+        sampled[near] = np.log1p(sample_rate * np.expm1(u[near]))
+        blur = blur * np.exp(np.log(sample_rate) + u - sampled) + _ROUNDING * np.abs(sampled)
+        u = sampled
     # d/du of the bracket is at most (2/|u| + k) times the bracket.
     columns = np.stack([np.ones_like(u), 2 * blur / np.maximum(np.abs(u), blur), blur], axis=1)
     base = log_f + log_weight

@@ -38,6 +38,7 @@ from modelmix.privacy.laws import Gaussian, Law, Mixed
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 _DEPTH = 60.0  # panels go on until the integrand has fallen by exp(-60) from its peak
 _MOST_PANELS = 400
+_ROUNDED_AWAY = 1e-13  # kinks nearer than this many scales coincide but for rounding
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ def panel_rule(law: Law, shift: float, k: float, halvings: int) -> Rule:
     ]
     for (lower, lower_off), (upper, upper_off) in pairwise(breaks):
         gap = upper_off - lower_off if upper == lower else upper - lower + (upper_off - lower_off)
-        middle = 0.5 * gap
-        if middle <= 0:
+        if gap <= _ROUNDED_AWAY * law.scale:
             continue
+        middle = 0.5 * gap
         edges = [0.0]
         step = min(0.5 * law.scale, 0.5 * middle)
         while edges[-1] < middle:

@@ -127,14 +127,17 @@ def epsilons(orders: Array, kappa: Array, delta: float, conversion: Conversion) 
     return np.maximum(out, 0.0)
 
 
+def total_variation(orders: Array, kappa: Array) -> float:
+    """sqrt(1 - exp(-D)), a delta that holds with epsilon = 0 (Bretagnolle and Huber; D_alpha is above D_1)."""
+    return math.sqrt(-math.expm1(-float(np.min(kappa / (orders - 1)))))
+
+
 def log_deltas(orders: Array, kappa: Array, epsilon: float, conversion: Conversion) -> Array:
     """The log(delta) each order proves at ``epsilon``; inverse of ``epsilons``, at most 0."""
-    a, d = orders, kappa / (orders - 1)
+    a = orders
     out = kappa - (a - 1) * epsilon
     if conversion == "improved":
         out = out + (a - 1) * np.log1p(-1 / a) - np.log(a)
-        with np.errstate(divide="ignore"):
-            out = np.minimum(out, 0.5 * np.log(-np.expm1(-d)))
     elif conversion != "classic":
         raise ModelMixError(f"conversion = {conversion!r} is unknown: choose improved or classic.")
     return np.minimum(out, 0.0)

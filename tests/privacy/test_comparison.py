@@ -1,0 +1,87 @@
+"""The lines under every epsilon."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize, special
+
+import modelmix as mm
+from modelmix.privacy.comparison import best_epsilon, equal_variance, plain_noise_for, pld_epsilon, unmixed
+
+
+def plain(z: float, q: float, steps: int) -> mm.Ledger:
+    return mm.Ledger().add(mm.Mechanism(z, q), steps)
+
+
+@pytest.mark.parametrize(
+    ("q", "steps", "epsilon", "z"),
+    [(0.03, 3500, 4, 2.064), (0.03, 3500, 6, 1.539), (0.03, 3500, 8, 1.277), (1830 / 73260, 4000, 2, 3.252)],
+)
+def test_pld_noise_of_the_resnet_experiments(q, steps, epsilon, z):
+    """Multipliers computed elsewhere to three digits."""
+    assert pld_epsilon(plain(z, q, steps), 1e-5) == pytest.approx(epsilon, rel=2e-3)
+    assert plain_noise_for(epsilon, 1e-5, q, steps) == pytest.approx(z, abs=1.5e-3)
+
+
+@settings(max_examples=25)
+@given(z=st.floats(0.3, 100), steps=st.integers(1, 10**6), delta=st.floats(1e-8, 1e-2))
+def test_pld_meets_the_analytic_gaussian(z, steps, delta):
+    """Without sampling, T steps are one Gaussian of mu = sqrt(T)/z, whose exact epsilon is known in closed form."""
+    mu = math.sqrt(steps) / z
+
+    def exact_delta(epsilon: float) -> float:
+        a, b = -epsilon / mu + mu / 2, -epsilon / mu - mu / 2
+        return special.ndtr(a) - math.exp(min(700, epsilon + special.log_ndtr(b)))
+
+    if mu > 30 or exact_delta(0.0) <= delta:
+        return
+    exact = optimize.brentq(lambda e: exact_delta(e) - delta, 0, mu * mu / 2 + 20 * mu)
+    found = best_epsilon(plain(z, 1.0, steps), delta).epsilon
+    assert exact * (1 - 1e-9) <= found
+    assert found <= exact * 1.005 + 1e-4
+
+
+@settings(max_examples=15)
+@given(z=st.floats(0.5, 20), q=st.floats(1e-3, 0.5), steps=st.integers(1, 10**4))
+def test_best_is_never_above_either(z, q, steps):
+    line = best_epsilon(plain(z, q, steps), 1e-5)
+    assert line.epsilon <= mm.epsilon(mm.Mechanism(z, q), 1e-5, steps=steps)
+    assert line.accountant in ("PLD", "RDP")
+
+
+def test_the_honest_comparison():
+    """ResNet20: mixing is worth a lot against its own noise, and less than a Gaussian of the same variance."""
+    mechanism = mm.Mechanism(0.335, 0.03, 11.25, 100)
+    result = mm.compare(mechanism, 3400, 1e-5)
+    assert result.epsilon == pytest.approx(7.2502, abs=1e-4)
+    assert result.plain.epsilon == pytest.approx(277.3, rel=1e-3)
+    assert result.equal_variance.epsilon == pytest.approx(2.2323, rel=1e-3)
+    assert result.equal_variance_renyi == pytest.approx(2.4297, rel=1e-3)
+    assert result.total_std == pytest.approx(3.2648, rel=1e-4)
+    same = mm.Mechanism(result.plain_std_at_equal_epsilon, 0.03)
+    assert best_epsilon(mm.Ledger().add(same, 3400), 1e-5).epsilon == pytest.approx(result.epsilon, rel=1e-3)
+    assert result.plain_std_at_equal_epsilon < result.total_std
+
+
+@settings(max_examples=40)
+@given(
+    z=st.floats(0.2, 10), omega=st.floats(0.1, 50), q=st.floats(1e-3, 1), steps=st.integers(1, 10**4),
+    p=st.integers(1, 200),
+)  # fmt: skip
+def test_no_mixing_found_that_beats_its_variance(z, omega, q, steps, p):
+    """Renyi against Renyi: on every point drawn, the Gaussian of the same variance has the smaller epsilon."""
+    mechanism = mm.Mechanism(z, q, omega, p)
+    twin = mm.equal_variance_gaussian(mechanism)
+    assert mm.epsilon(twin, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * (1 + 1e-9)
+
+
+def test_ledgers_are_mapped_phase_by_phase():
+    ledger = mm.Ledger().add(mm.Mechanism(0.5, 0.1, 3.0, 9), 10).add(mm.Mechanism(0.5, 0.1, 4.0, 9), 20)
+    assert [p.steps for p in equal_variance(ledger).phases] == [10, 20]
+    assert unmixed(ledger).phases == mm.Ledger().add(mm.Mechanism(0.5, 0.1), 30).phases
+    assert pld_epsilon(mm.Ledger(), 1e-5) == 0
+    assert best_epsilon(unmixed(ledger), 1e-5).epsilon >= mm.epsilon(equal_variance(ledger), 1e-5)

@@ -1,0 +1,122 @@
+"""A ledger is data, and it notices when it was touched."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import modelmix as mm
+
+A, B = mm.Mechanism(0.335, 0.03, 11.25, 100), mm.Mechanism(2.0, 0.01, law="laplace")
+LEDGER = mm.Ledger().add(A, 300).add(B, 20).add(A, 1)
+
+
+def test_keeps_order_and_merges_equal_neighbours():
+    assert [(p.mechanism, p.steps) for p in LEDGER.phases] == [(A, 300), (B, 20), (A, 1)]
+    longer = LEDGER.add(A, 4).add(A)
+    assert [p.steps for p in longer.phases] == [300, 20, 6]
+    assert LEDGER.steps == 321
+    assert LEDGER.phases[-1].steps == 1, "the first ledger has not changed"
+
+
+def test_round_trip(tmp_path):
+    assert mm.Ledger.from_json(LEDGER.to_json()) == LEDGER
+    path = tmp_path / "ledger.json"
+    LEDGER.save(path)
+    assert mm.Ledger.load(path) == LEDGER
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ledger.json"], "no temporary file is left"
+    assert mm.epsilon(mm.Ledger.load(path), 1e-5) == mm.epsilon(LEDGER, 1e-5)
+    assert mm.Ledger.from_json(mm.Ledger().to_json()) == mm.Ledger()
+
+
+@given(
+    z=st.floats(1e-3, 1e3), q=st.floats(1e-9, 1), omega=st.floats(0, 1e6), p=st.integers(1, 10**7),
+    steps=st.integers(1, 10**12),
+)  # fmt: skip
+def test_every_number_survives(z, q, omega, p, steps):
+    ledger = mm.Ledger().add(mm.Mechanism(z, q, omega, p), steps)
+    assert mm.Ledger.from_json(ledger.to_json()) == ledger
+
+
+@pytest.mark.parametrize("cut", range(0, len(LEDGER.to_json()) - 2, 23))
+def test_truncated_anywhere(cut):
+    with pytest.raises(mm.ModelMixError) as error:
+        mm.Ledger.from_json(LEDGER.to_json()[:cut])
+    assert "\n" not in str(error.value)
+
+
+@given(data=st.data())
+def test_edited_anywhere(data):
+    """Change one digit or letter: the ledger is refused, or reads as the very same ledger."""
+    text = LEDGER.to_json()
+    where = data.draw(st.sampled_from([i for i, c in enumerate(text) if c.isalnum()]))
+    new = data.draw(st.sampled_from("0123456789abcdefz").filter(lambda c: c != text[where]))
+    edited = text[:where] + new + text[where + 1 :]
+    if json.loads(text) == _loads(edited):
+        assert mm.Ledger.from_json(edited) == LEDGER
+        return
+    with pytest.raises(mm.ModelMixError) as error:
+        mm.Ledger.from_json(edited)
+    assert "\n" not in str(error.value)
+
+
+def _loads(text):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "something-else"}, "schema"),
+        ({"version": 2}, "version 2 is unknown"),
+        ({"version": None}, "version"),
+        ({"phases": {}}, "phases"),
+        ({"extra": 1}, "exactly"),
+        ({"digest": "sha256:0"}, "edited"),
+    ],
+)
+def test_unknown_content_is_refused(change, message):
+    with pytest.raises(mm.ModelMixError, match=message):
+        mm.Ledger.from_json(json.dumps({**json.loads(LEDGER.to_json()), **change}))
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "3", '"x"', "{}"])
+def test_other_json_is_refused(text):
+    with pytest.raises(mm.ModelMixError):
+        mm.Ledger.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [3],
+        [{}],
+        [{"steps": 1}],
+        [{**A.as_dict(), "steps": 0}],
+        [{**A.as_dict(), "steps": 1.5}],
+        [{**A.as_dict(), "steps": 1, "p": 2.5}],
+        [{**A.as_dict(), "steps": 1, "law": None}],
+    ],
+)
+def test_bad_phases_with_a_good_digest_are_refused(phases):
+    from modelmix.privacy.ledger import SCHEMA, VERSION, _digest
+
+    body = {"schema": SCHEMA, "version": VERSION, "phases": phases}
+    with pytest.raises(mm.ModelMixError):
+        mm.Ledger.from_json(json.dumps({**body, "digest": _digest(body)}))
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(mm.ModelMixError, match="cannot read"):
+        mm.Ledger.load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(mm.ModelMixError, match="not a text file"):
+        mm.Ledger.load(tmp_path / "binary.json")
+    with pytest.raises(mm.ModelMixError, match="cannot write"):
+        LEDGER.save(tmp_path / "missing" / "ledger.json")

@@ -1,0 +1,60 @@
+"""epsilon falls as z, omega or p grow and rises with q, T and d."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import modelmix as mm
+
+MECHANISMS = st.builds(
+    mm.Mechanism,
+    noise_multiplier=st.floats(0.1, 30),
+    sample_rate=st.floats(1e-4, 1),
+    mixing_width=st.one_of(st.just(0.0), st.floats(1e-3, 1e3)),
+    p=st.integers(1, 10**5),
+    law=st.sampled_from(["gaussian", "laplace"]),
+)
+STEPS = st.integers(1, 10**5)
+FACTOR = st.floats(1.0, 30.0)
+ROOM = 1 + 1e-8  # the added error bounds differ between the two sides
+
+
+@given(mechanism=MECHANISMS, steps=STEPS, factor=FACTOR)
+@pytest.mark.parametrize("field", ["noise_multiplier", "mixing_width"])
+def test_falls_with_noise_and_width(field, mechanism, steps, factor):
+    more = replace(mechanism, **{field: max(getattr(mechanism, field), 1e-3) * factor})
+    assert mm.epsilon(more, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
+
+
+@given(mechanism=MECHANISMS, steps=STEPS, more=st.integers(1, 10**4))
+def test_falls_with_truncation(mechanism, steps, more):
+    tighter = replace(mechanism, p=mechanism.p + more)
+    assert mm.epsilon(tighter, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
+
+
+@given(mechanism=MECHANISMS, steps=STEPS, fraction=st.floats(0.01, 1))
+def test_rises_with_sampling(mechanism, steps, fraction):
+    fewer = replace(mechanism, sample_rate=mechanism.sample_rate * fraction)
+    assert mm.epsilon(fewer, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
+
+
+@given(mechanism=MECHANISMS, steps=STEPS, extra=st.integers(1, 10**6))
+def test_rises_with_steps(mechanism, steps, extra):
+    assert mm.epsilon(mechanism, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps + extra) * ROOM
+
+
+@given(mechanism=MECHANISMS, steps=STEPS, d=st.integers(1, 10**5), more=st.integers(0, 10**5))
+def test_rises_with_dimension_until_p(mechanism, steps, d, more):
+    few, many = replace(mechanism, dimension=d), replace(mechanism, dimension=d + more)
+    assert mm.epsilon(few, 1e-5, steps=steps) <= mm.epsilon(many, 1e-5, steps=steps) * ROOM
+    assert mm.epsilon(many, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
+
+
+@given(mechanism=MECHANISMS, steps=STEPS, delta=st.floats(1e-10, 0.1), factor=st.floats(1, 1e3))
+def test_falls_with_delta(mechanism, steps, delta, factor):
+    looser = min(0.5, delta * factor)
+    assert mm.epsilon(mechanism, looser, steps=steps) <= mm.epsilon(mechanism, delta, steps=steps) * ROOM

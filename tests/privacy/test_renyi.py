@@ -1,0 +1,173 @@
+"""Renyi curves and conversions against dp-accounting, direct integrals and their own laws."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import rdp as google
+from hypothesis import given
+from hypothesis import strategies as st
+
+import modelmix as mm
+from modelmix.privacy.accountant import renyi_curve
+from modelmix.privacy.functions import log_expm1
+from modelmix.privacy.moments import log_moments, sampled_log_moments
+from modelmix.privacy.renyi import LAST_LEVEL, epsilons, orders_at, step_curve
+
+WHOLE = list(range(2, 65))
+
+
+def google_rdp(z: float, q: float) -> np.ndarray:
+    accountant = google.RdpAccountant(WHOLE)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)))
+    return np.asarray(accountant._rdp)
+
+
+@pytest.mark.parametrize(("z", "q"), [(0.5, 0.01), (1.0, 0.02), (2.0, 1.0), (5.0, 0.2), (0.3, 0.5)])
+@pytest.mark.parametrize("omega", [0.0, 1e-9, 1e-6])
+def test_no_mixing_is_dp_accountings_rdp(z, q, omega):
+    ours = mm.rdp(mm.Mechanism(z, q, omega), WHOLE)
+    np.testing.assert_allclose(ours, google_rdp(z, q), rtol=1e-8)
+
+
+@given(
+    z=st.floats(0.2, 5), omega=st.floats(0.01, 100), q=st.floats(1e-4, 0.99), alpha=st.integers(2, 40),
+    law=st.sampled_from(["gaussian", "laplace"]),
+)  # fmt: skip
+def test_whole_orders_equal_the_direct_integral(z, omega, q, alpha, law):
+    """For p = 1 the binomial sum of moments and one integral of (1 - q + q r)^alpha are the same number."""
+    mechanism = mm.Mechanism(z, q, omega, law=law)
+    direct = sampled_log_moments(mechanism.coordinate_law, 1.0, np.array([float(alpha)]), q)[0]
+    assert mm.rdp(mechanism, [alpha])[0] * (alpha - 1) == pytest.approx(direct, rel=1e-8)
+
+
+@given(z=st.floats(0.3, 5), q=st.floats(1e-3, 0.9), alpha=st.floats(1.05, 30), omega=st.sampled_from([0.0, 0.5, 8.0]))
+def test_orders_between_whole_numbers_are_bounded_from_above(z, q, alpha, omega):
+    mechanism = mm.Mechanism(z, q, omega)
+    direct = sampled_log_moments(mechanism.coordinate_law, 1.0, np.array([alpha]), q)[0]
+    assert mm.rdp(mechanism, [alpha])[0] * (alpha - 1) >= direct * (1 - 1e-9)
+
+
+@given(z=st.floats(0.1, 20), q=st.floats(1e-4, 1), omega=st.floats(0, 100), p=st.integers(1, 1000))
+def test_the_curve_is_convex_and_rising(z, q, omega, p):
+    """(alpha - 1) D_alpha is convex, which is what the straight-line bound rests on; D_alpha itself rises."""
+    kappa = step_curve(mm.Mechanism(z, q, omega, p), 0)
+    orders = orders_at(0)
+    second = np.diff(np.append(0.0, kappa), 2)
+    assert np.all(second >= -1e-9 * kappa[1:])
+    divergence = kappa / (orders - 1)
+    assert np.all(np.diff(divergence) >= -1e-9 * divergence[1:])
+
+
+@given(
+    z=st.floats(0.3, 50), q=st.floats(1e-3, 1), steps=st.integers(1, 10**5), delta=st.floats(1e-9, 1e-2),
+    omega=st.floats(0, 50),
+)  # fmt: skip
+def test_conversion_agrees_with_dp_accounting(z, q, steps, delta, omega):
+    orders, kappa = renyi_curve(mm.Mechanism(z, q, omega), steps)
+    theirs, _ = google.compute_epsilon(orders.tolist(), (kappa / (orders - 1)).tolist(), delta)
+    ours = float(np.min(epsilons(orders, kappa, delta, "improved")))
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@given(
+    z=st.floats(0.3, 50), q=st.floats(1e-3, 1), steps=st.integers(1, 10**5), delta=st.floats(1e-9, 1e-2),
+    conversion=st.sampled_from(["improved", "classic"]),
+)  # fmt: skip
+def test_delta_inverts_epsilon(z, q, steps, delta, conversion):
+    mechanism = mm.Mechanism(z, q, 3.0, 4)
+    epsilon = mm.epsilon(mechanism, delta, steps=steps, conversion=conversion)
+    back = mm.delta(mechanism, epsilon, steps=steps, conversion=conversion)
+    assert back <= delta * (1 + 1e-6)
+    if epsilon > 0:
+        assert back == pytest.approx(delta, rel=1e-6) or conversion == "classic"
+
+
+@given(z=st.floats(0.3, 100), q=st.floats(1e-4, 1), steps=st.integers(1, 10**6))
+def test_improved_never_exceeds_classic(z, q, steps):
+    mechanism = mm.Mechanism(z, q, 2.0)
+    improved = mm.epsilon(mechanism, 1e-5, steps=steps)
+    assert improved <= mm.epsilon(mechanism, 1e-5, steps=steps, conversion="classic") * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("z", [0.5, 2.0, 8.0, 40.0, 200.0, 900.0])
+@pytest.mark.parametrize("conversion", ["improved", "classic"])
+def test_the_optimum_is_inside_the_grid(z, conversion):
+    mechanism = mm.Mechanism(z, 0.1, 4.0)
+    result = mm.guarantee(mechanism, 1e-5, steps=100, conversion=conversion)
+    levels = [level for level in range(LAST_LEVEL + 1) if result.order < orders_at(level)[-1]]
+    assert levels
+    assert result.reason is None
+    best_everywhere = float(np.min(epsilons(*renyi_curve(mechanism, 100, LAST_LEVEL), 1e-5, conversion)))
+    assert result.epsilon <= best_everywhere * (1 + 1e-3)
+
+
+def test_an_optimum_past_the_last_order_says_so():
+    result = mm.guarantee(mm.Mechanism(1000.0, 0.001), 1e-9, steps=100, conversion="classic")
+    assert "could lower epsilon by at most" in str(result.reason)
+    assert result.epsilon < 1e-3
+
+
+def test_sparse_large_orders_stay_above_the_dense_truth():
+    """Order 512, where A_k is known at sparse k only, against the sum over every k."""
+    mechanism = mm.Mechanism(6.0, 0.05, 9.0, 7)
+    law, ((shift, count),) = mechanism.coordinate_law, mechanism.worst_gradient
+    k = np.arange(2.0, 513.0)
+    log_a = count * log_moments(law, shift, k)
+    terms = [
+        math.lgamma(513) - math.lgamma(i + 1) - math.lgamma(513 - i) + i * math.log(0.05) + (512 - i) * math.log(0.95)
+        for i in k
+    ]
+    dense = np.logaddexp.reduce(np.append(np.array(terms) + log_expm1(log_a), 0.0)) / 511
+    ours = mm.rdp(mechanism, [512])[0]
+    assert dense <= ours <= dense * (1 + 2e-3)
+
+
+def test_laplace_reaches_pure_privacy():
+    """One unsampled step of Laplace noise is 1/z-DP, whatever delta; sampling gives log(1 + q(e^{1/z} - 1))."""
+    assert mm.epsilon(mm.Mechanism(0.5, 1.0, law="laplace"), 1e-15, steps=1) == pytest.approx(2.0, rel=1e-9)
+    sampled = mm.guarantee(mm.Mechanism(0.5, 0.1, law="laplace"), 1e-15, steps=3)
+    assert sampled.order == math.inf
+    assert sampled.epsilon == pytest.approx(3 * math.log1p(0.1 * math.expm1(2.0)), rel=1e-9)
+    mixed = mm.Mechanism(0.5, 1.0, 6.0, law="laplace")
+    assert mm.epsilon(mixed, 1e-5, steps=50) < mm.epsilon(mm.Mechanism(0.5, 1.0, law="laplace"), 1e-5, steps=50)
+
+
+def test_phases_add_up():
+    first, second = mm.Mechanism(1.0, 0.01, 2.0, 4), mm.Mechanism(0.7, 0.02, 5.0, 9)
+    ledger = mm.Ledger().add(first, 100).add(second, 50)
+    _, both = renyi_curve(ledger)
+    np.testing.assert_allclose(both, renyi_curve(first, 100)[1] + renyi_curve(second, 50)[1])
+    split = mm.Ledger().add(first, 60).add(second, 50).add(first, 40)
+    assert mm.epsilon(split, 1e-5) == pytest.approx(mm.epsilon(ledger, 1e-5), rel=1e-12)
+
+
+@pytest.mark.parametrize("conversion", ["improved", "classic"])
+def test_a_curve_over_steps_is_the_single_answers(conversion):
+    mechanism = mm.Mechanism(0.9, 0.02, 3.0, 25)
+    steps = np.array([1, 2, 17, 400, 5000, 10**6])
+    singles = [mm.epsilon(mechanism, 1e-5, steps=int(t), conversion=conversion) for t in steps]
+    np.testing.assert_allclose(mm.epsilon_curve(mechanism, steps, 1e-5, conversion=conversion), singles, rtol=1e-9)
+
+
+def test_nonsense_is_refused():
+    mechanism = mm.Mechanism(1.0, 0.1)
+    for call in (
+        lambda: mm.epsilon(mechanism, 0.0, steps=1),
+        lambda: mm.epsilon(mechanism, 1.0, steps=1),
+        lambda: mm.epsilon(mechanism, 1e-5),
+        lambda: mm.epsilon(mechanism, 1e-5, steps=0),
+        lambda: mm.epsilon(mechanism, 1e-5, steps=1.5),
+        lambda: mm.epsilon(mm.Ledger(), 1e-5, steps=3),
+        lambda: mm.epsilon(mechanism, 1e-5, steps=1, conversion="best"),
+        lambda: mm.delta(mechanism, -1.0, steps=1),
+        lambda: mm.rdp(mechanism, [1.0]),
+        lambda: mm.rdp(mechanism, [1e9]),
+        lambda: mm.epsilon_curve(mechanism, [1.5], 1e-5),
+    ):
+        with pytest.raises(mm.ModelMixError):
+            call()
+    assert mm.epsilon(mm.Ledger(), 1e-5) == 0
