@@ -1,0 +1,240 @@
+"""The command line, as a person and as a script use it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from conftest import reference_cases
+
+import modelmix as mm
+from modelmix.cli.show import as_json, up
+
+RESNET = ["--z", 0.335, "--omega", 11.25, "--p", 100, "--q", 0.03, "--steps", 3400]
+PAPER_UNITS = ["--z", 0.335, "--clip", 20, "--n", 50000, "--batch", 1500, "--p", 100, "--steps", 3400]
+
+
+def ratios(case: dict) -> list[object]:
+    return [
+        "--z", case["noise_multiplier"], "--omega", case["mixing_width"], "--p", case["p"],
+        "--q", case["sample_rate"], "--steps", case["steps"], "--delta", case["delta"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", reference_cases(), ids=lambda c: f"z{c['noise_multiplier']}-w{c['mixing_width']}")
+def test_epsilon_json_on_the_reference_cases(run, case):
+    code, out, err = run("epsilon", "--json", "--orders", "2,3,4,8,16", *ratios(case))
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert data["epsilon"] == pytest.approx(case["epsilon_improved"], rel=1e-3)
+    assert data["epsilon_classic"] == pytest.approx(case["epsilon_classic"], rel=1e-5)
+    assert data["order_classic"] == case["order_classic"]
+    assert data["proved"] is True
+    assert data["rdp_per_step"] == pytest.approx(case["rdp_per_step"], rel=1e-8)
+    assert data["equal_variance_epsilon"] <= data["epsilon"]
+    assert data["plain_dpsgd_epsilon"] >= data["equal_variance_epsilon"]
+    assert data["best_proved_epsilon"] == min(data["epsilon"], data["plain_dpsgd_epsilon"])
+
+
+def test_epsilon_for_people(run):
+    code, out, _ = run("epsilon", *RESNET)
+    assert code == 0
+    assert "7.2502" in out
+    assert "8.0000" in out
+    assert "277.3" in out
+    assert "2.232" in out
+    assert "one sample is added or removed" in out
+
+
+@pytest.mark.parametrize("tau", [["--tau", 0.15], ["--tau", 0.0225, "--eta", 0.15]])
+def test_paper_units_are_the_same_mechanism(run, tau):
+    _, by_ratio, _ = run("epsilon", "--json", *RESNET)
+    _, by_paper, _ = run("epsilon", "--json", *PAPER_UNITS, *tau)
+    assert json.loads(by_paper)["epsilon"] == pytest.approx(json.loads(by_ratio)["epsilon"], rel=1e-9)
+
+
+def test_laplace_and_few_coordinates(run):
+    _, out, _ = run(
+        "epsilon", "--json", "--law", "laplace", "--z", 2, "--omega", 5, "--q", 0.1, "--steps", 50, "--d", 3
+    )
+    data = json.loads(out)
+    mechanism = mm.Mechanism(2, 0.1, 5, law="laplace", dimension=3)
+    assert data["epsilon"] == mm.epsilon(mechanism, 1e-5, steps=50)
+    assert data["plain_dpsgd_accountant"] == "RDP"
+    _, text, _ = run("epsilon", "--law", "laplace", "--z", 2, "--q", 0.1, "--steps", 1)
+    assert "Renyi order inf" in text
+
+
+def test_phases_from_ledgers(run, tmp_path):
+    """The transfer-learning schedule of the paper: three widths by thirds; epsilon 0.648 by the classic conversion."""
+    book = tmp_path / "ledger.json"
+    common = ["--z", 2.05, "--q", 0.02048, "--steps", 500]
+    run("epsilon", *common, "--omega", 76.8, "--save-ledger", book)
+    run("epsilon", *common, "--omega", 51.2, "--ledger", book, "--save-ledger", book)
+    _, out, _ = run("epsilon", "--json", *common, "--omega", 25.6, "--ledger", book, "--save-ledger", book)
+    data = json.loads(out)
+    assert data["epsilon_classic"] == pytest.approx(0.648, abs=1e-3)
+    assert [phase["mixing_width"] for phase in data["phases"]] == [76.8, 51.2, 25.6]
+    _, again, _ = run("epsilon", "--json", "--ledger", book)
+    assert json.loads(again)["epsilon"] == data["epsilon"]
+    code, verified, _ = run("verify", book, "--json", "--claim", 0.65)
+    assert code == 0
+    assert json.loads(verified)["epsilon"] == data["epsilon"]
+    assert json.loads(verified)["claim_holds"] is True
+    code, text, _ = run("verify", book, "--claim", 0.3)
+    assert code == 1
+    assert "TOO SMALL" in text
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [("z", 0.335), ("omega", 11.25), ("q", 0.03), ("steps", 3400), ("p", 100)],
+)
+def test_calibrate_finds_each_number_again(run, left_out, expected):
+    target = mm.epsilon(mm.Mechanism(0.335, 0.03, 11.25, 100), 1e-5, steps=3400) * (1 + 1e-9)
+    options = dict(zip(RESNET[::2], RESNET[1::2], strict=True))
+    del options[f"--{left_out}"]
+    flat = [item for pair in options.items() for item in pair]
+    code, out, _ = run("calibrate", "--json", "--epsilon", target, *flat)
+    data = json.loads(out)
+    assert code == 0
+    assert data["solved_for"] == left_out
+    assert data[left_out] == pytest.approx(expected, rel=1e-5)
+    assert data["epsilon"] <= target
+    code, text, _ = run("calibrate", "--epsilon", target, *flat, "--for", left_out)
+    assert code == 0
+    assert left_out in text
+
+
+def test_compare(run):
+    code, out, _ = run("compare", "--json", *RESNET)
+    data = json.loads(out)
+    assert code == 0
+    assert data["plain_std_at_equal_epsilon"] == pytest.approx(1.344, abs=2e-3)
+    code, text, _ = run("compare", *RESNET)
+    assert code == 0
+    assert "noise at equal epsilon" in text
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        ["--z", 1, "--omega", 2, "--p", 4, "--q", 0.1, "--steps", 50],
+        ["--over", "omega", "--z", 1, "--q", 0.1, "--steps", 50, "--from", 1, "--to", 9],
+        ["--over", "tau", "--z", 1, "--clip", 1, "--n", 100, "--batch", 10, "--steps", 50],
+    ],
+)
+def test_curve(run, tmp_path, axis):
+    code, out, _ = run("curve", "--json", "--out", tmp_path / "plot.png", *axis)
+    data = json.loads(out)
+    assert code == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "plot.svg").read_bytes()
+    first = next(iter(data["epsilon"].values()))
+    assert len(first) == len(data["x"])
+    assert sorted(first, reverse="--over" in axis) == first
+    code, text, _ = run("curve", "--out", tmp_path / "plot.png", *axis)
+    assert code == 0
+    assert "drawn:" in text
+
+
+NONSENSE = {
+    "rate above one": (["epsilon", "--z", 1, "--q", 1.5, "--steps", 10], "at most 1"),
+    "rate zero": (["epsilon", "--z", 1, "--q", 0, "--steps", 10], "greater than 0"),
+    "delta one": (["epsilon", *RESNET, "--delta", 1], "strictly between 0 and 1"),
+    "delta above one": (["epsilon", *RESNET, "--delta", 2], "strictly between 0 and 1"),
+    "delta zero": (["epsilon", *RESNET, "--delta", 0], "strictly between 0 and 1"),
+    "no noise": (["epsilon", "--z", 0, "--q", 0.1, "--steps", 10], "greater than 0"),
+    "negative noise": (["epsilon", "--z", -1, "--q", 0.1, "--steps", 10], "greater than 0"),
+    "nan noise": (["epsilon", "--z", "nan", "--q", 0.1, "--steps", 10], "finite"),
+    "infinite width": (["epsilon", "--z", 1, "--omega", "inf", "--q", 0.1, "--steps", 10], "finite"),
+    "negative width": (["epsilon", "--z", 1, "--omega", -1, "--q", 0.1, "--steps", 10], "0 or more"),
+    "p zero": (["epsilon", "--z", 1, "--q", 0.1, "--steps", 10, "--p", 0], "whole number"),
+    "p half": (["epsilon", "--z", 1, "--q", 0.1, "--steps", 10, "--p", 2.5], "whole number"),
+    "steps half": (["epsilon", "--z", 1, "--q", 0.1, "--steps", 10.5], "whole number"),
+    "d zero": (["epsilon", "--z", 1, "--q", 0.1, "--steps", 10, "--d", 0], "whole number"),
+    "word for a number": (["epsilon", "--z", "much", "--q", 0.1], "--z"),
+    "unknown option": (["epsilon", "--zz", 1], "--zz"),
+    "unknown command": (["epsilonn"], "epsilonn"),
+    "unknown law": (["epsilon", "--z", 1, "--q", 0.1, "--steps", 10, "--law", "cauchy"], "gaussian, laplace"),
+    "nothing given": (["epsilon"], "--z, --q and --steps"),
+    "steps missing": (["epsilon", "--z", 1, "--q", 0.1], "--steps"),
+    "batch without n": (["epsilon", "--z", 1, "--batch", 100, "--steps", 10], "--n"),
+    "batch above n": (["epsilon", "--z", 1, "--batch", 100, "--n", 10, "--steps", 10], "at most 1"),
+    "batch and q": (["epsilon", "--z", 1, "--batch", 1, "--q", 0.1, "--n", 10, "--steps", 10], "one of them"),
+    "tau without clip": (["epsilon", "--z", 1, "--q", 0.1, "--tau", 1, "--steps", 10], "--clip"),
+    "tau and omega": (["epsilon", "--z", 1, "--q", 0.1, "--tau", 1, "--omega", 1, "--steps", 10], "one of them"),
+    "clip without tau": (["epsilon", "--z", 1, "--q", 0.1, "--clip", 1, "--steps", 10], "--tau"),
+    "no such ledger": (["verify", "nowhere.json"], "cannot read"),
+    "two unknowns": (["calibrate", "--epsilon", 3, "--z", 1], "only one"),
+    "no unknown": (["calibrate", "--epsilon", 3, *RESNET], "leave one of"),
+    "unknown unknown": (["calibrate", "--epsilon", 3, "--for", "eta", *RESNET], "choose one of"),
+    "given unknown": (["calibrate", "--epsilon", 3, "--for", "z", *RESNET], "leave its value out"),
+    "negative target": (["calibrate", "--epsilon", -3, "--q", 0.1, "--steps", 5], "greater than 0"),
+    "bad conversion": (["calibrate", "--epsilon", 3, "--q", 0.1, "--steps", 5, "--conversion", "x"], "classic"),
+    "bad axis": (["curve", "--over", "time", *RESNET], "choose one of"),
+    "empty axis": (["curve", "--from", 10, "--to", 10, *RESNET], "greater than"),
+    "bad orders": (["epsilon", "--orders", "2,x", *RESNET], "--orders"),
+    "order one": (["epsilon", "--orders", "1", *RESNET], "greater than 1"),
+    "unknown figure": (["reproduce", "fig9"], "fig3"),
+    "negative claim": (["verify", "{ledger}", "--claim", -1], "0 or more"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "allowed"), NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_ends_in_one_line(run, tmp_path, arguments, allowed):
+    book = tmp_path / "ledger.json"
+    mm.Ledger().add(mm.Mechanism(1.0, 0.1), 5).save(book)
+    code, out, err = run(*(str(book) if argument == "{ledger}" else argument for argument in arguments))
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("modelmix: error: ")
+    assert allowed in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("spoil", ["cut", "edit", "schema", "version", "empty", "binary"])
+@pytest.mark.parametrize("command", [["verify"], ["epsilon", "--ledger"]])
+def test_spoiled_ledgers_end_in_one_line(run, tmp_path, spoil, command):
+    text = mm.Ledger().add(mm.Mechanism(1.0, 0.1), 5000).to_json()
+    spoiled = {
+        "cut": text[:100],
+        "edit": text.replace("5000", "50"),
+        "schema": text.replace("modelmix-ledger", "other"),
+        "version": text.replace('"version": 1', '"version": 99'),
+        "empty": "",
+        "binary": "\x00\x01",
+    }[spoil]
+    book = tmp_path / "ledger.json"
+    book.write_text(spoiled)
+    code, out, err = run(*command, book)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert str(book) in err
+
+
+@pytest.mark.parametrize("command", ["epsilon", "calibrate", "compare", "curve", "verify", "reproduce"])
+def test_every_command_has_help(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "Usage" in out
+    assert "--json" in out
+
+
+def test_program_help_and_version(run):
+    for arguments in ([], ["--help"], ["-h"]):
+        code, out, _ = run(*arguments)
+        assert code == 0
+        assert "reproduce" in out
+    assert run("--version")[1].strip() == f"modelmix {mm.__version__}"
+
+
+def test_numbers_are_rounded_up():
+    assert up(7.25018) == "7.2502"
+    assert up(2.00001) == "2.0001"
+    assert up(2.0) == "2.0000"
+    assert up(0.0) == "0.0000"
+    assert up(math.inf) == "inf"
+    assert up(1.2345678e9) == "1.23457e9"
+    assert json.loads(as_json({"a": math.inf, "b": [math.nan, 1.5]})) == {"a": "inf", "b": [None, 1.5]}

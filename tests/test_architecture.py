@@ -1,0 +1,69 @@
+"""The rooms of the house: who may import whom, and what a bare import costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "modelmix"
+HEAVY = ("torch", "matplotlib", "dp_accounting", "typer", "rich")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "privacy").glob("*.py")), ids=lambda p: p.stem)
+def test_privacy_imports_numbers_only(path):
+    allowed = ("modelmix.privacy", "modelmix.errors", "numpy", "scipy", "dp_accounting", *sys.stdlib_module_names)
+    for name in imports(path) - {"__future__"}:
+        assert name.startswith(allowed), f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("room", ["experiments", "report"])
+def test_only_the_command_line_knows_the_command_line(room):
+    for path in (SOURCE / room).glob("*.py"):
+        assert not any(name.startswith("modelmix.cli") for name in imports(path)), path
+
+
+def test_an_epsilon_needs_none_of_the_heavy_packages():
+    """Also on a machine where torch is not there at all: importing any of these raises."""
+    program = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY!r}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import modelmix as mm
+print(round(mm.epsilon(mm.Mechanism(0.335, 0.03, 11.25, 100), 1e-5, steps=3400), 4))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "7.2502"
+
+
+def test_the_package_runs_as_a_module():
+    arguments = ["epsilon", "--z", "-1", "--q", "0.1", "--steps", "5"]
+    done = subprocess.run([sys.executable, "-m", "modelmix", *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("modelmix: error: z = -1")
+
+
+def test_the_docstring_example_is_true():
+    import doctest
+
+    import modelmix
+
+    assert doctest.testmod(modelmix).failed == 0
