@@ -31,12 +31,10 @@ class Law(ABC):
     """A symmetric density on the line.
 
     ``norm`` names the norm in which gradients are clipped when this noise is added: 2 for the Gaussian, 1 for the
-    Laplace law. ``trusted`` is true for the laws whose facts are held by this package's own tests; any other law
-    is checked on a grid when an epsilon is asked for.
+    Laplace law. A law that is not of this module is checked on a grid when an epsilon is asked for.
     """
 
     norm: ClassVar[int]
-    trusted: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -71,14 +69,6 @@ class Law(ABC):
         """
         raise ModelMixError(f"{type(self).__name__} cannot be mixed: define log_mass(lower, upper, width) on it.")
 
-    def exact_log_excess(self, shift: float, k: Array) -> Array | None:
-        """log(A_k(shift) - 1) for orders k > 1, where a closed form exists."""
-        return None
-
-    def max_log_ratio(self, shift: float) -> float:
-        """Supremum over x of |log f(x - shift) - log f(x)|; infinite unless the law bounds it."""
-        return math.inf
-
 
 @dataclass(frozen=True)
 class Gaussian(Law):
@@ -86,7 +76,6 @@ class Gaussian(Law):
 
     z: float
     norm: ClassVar[int] = 2
-    trusted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("z", self.z, "the noise multiplier")
@@ -124,6 +113,7 @@ class Gaussian(Law):
         return out
 
     def exact_log_excess(self, shift: float, k: Array) -> Array:
+        """log(A_k(shift) - 1) for orders k > 1."""
         ratio = shift / self.z
         with np.errstate(over="ignore"):
             return log_expm1(0.5 * k * (k - 1) * ratio * ratio)
@@ -138,7 +128,6 @@ class Laplace(Law):
 
     z: float
     norm: ClassVar[int] = 1
-    trusted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("z", self.z, "the noise multiplier")
@@ -167,6 +156,7 @@ class Laplace(Law):
         return np.where(b <= 0, left, straddling)
 
     def exact_log_excess(self, shift: float, k: Array) -> Array:
+        """log(A_k(shift) - 1) for orders k > 1."""
         # A_k = (k e^((k-1)s) + (k-1) e^(-ks)) / (2k-1); the terms of first order cancel, so they are left out.
         s = abs(shift) / self.z
         grow = np.log(k) + log_exp_minus_line((k - 1) * s)
@@ -174,6 +164,7 @@ class Laplace(Law):
         return np.asarray(np.logaddexp(grow, fall) - np.log(2 * k - 1))
 
     def max_log_ratio(self, shift: float) -> float:
+        """Supremum over x of |log f(x - shift) - log f(x)|; mixing, a mixture of shifts, keeps it."""
         return abs(shift) / self.z
 
 
@@ -200,10 +191,6 @@ class Mixed(Law):
         return self.base.norm
 
     @property
-    def trusted(self) -> bool:  # type: ignore[override]
-        return self.base.trusted
-
-    @property
     def scale(self) -> float:
         return self.base.scale
 
@@ -224,6 +211,16 @@ class Mixed(Law):
     def sample(self, rng: np.random.Generator, size: int | tuple[int, ...]) -> Array:
         return self.base.sample(rng, size) + rng.uniform(-self.omega / 2, self.omega / 2, size)
 
-    def max_log_ratio(self, shift: float) -> float:
-        # A mixture over the uniform: the ratio of two mixtures never exceeds the largest ratio of their parts.
-        return self.base.max_log_ratio(shift)
+
+def unmixed(law: Law) -> Law:
+    """The noise alone."""
+    return law.base if isinstance(law, Mixed) else law
+
+
+def known(law: Law) -> Gaussian | Laplace | None:
+    """The noise of a law whose facts and closed forms this package vouches for; None for any other.
+
+    A subclass does not count: it may have changed the density and kept the closed forms.
+    """
+    noise = unmixed(law)
+    return noise if type(noise) in (Gaussian, Laplace) else None  # type: ignore[return-value]

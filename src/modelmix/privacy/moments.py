@@ -13,7 +13,7 @@ import numpy as np
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.functions import Array, log_bracket
-from modelmix.privacy.laws import Law, Mixed
+from modelmix.privacy.laws import Law, Mixed, known
 from modelmix.privacy.quadrature import Rule, panel_rule, rule_is_proved, strip_rule
 
 _EPS = float(np.finfo(np.float64).eps)
@@ -50,16 +50,13 @@ def log_excess(law: Law, shift: float, orders: Array) -> Array:
     shift = max(abs(float(shift)), _NEGLIGIBLE * law.scale)
     if isinstance(law, Mixed) and law.omega < _NEGLIGIBLE * law.scale:
         law = law.base
-    exact = law.exact_log_excess(shift, k[above])
-    if exact is not None:
-        out[above] = exact + _CLOSED_FORM
-        return out
-
     bound = np.full(k.shape, np.inf)
-    plain = law.base.exact_log_excess(shift, k[above]) if isinstance(law, Mixed) else None
-    if plain is not None:
+    noise = known(law)
+    if noise is not None:
+        bound[above] = noise.exact_log_excess(shift, k[above]) + _CLOSED_FORM
+        if noise is law:
+            return np.where(above, bound, out)
         # Deep in the tail the unmixed law, an upper bound because mixing is post-processing, is as good and free.
-        bound[above] = plain + _CLOSED_FORM
         far = k * shift / law.scale
         above &= (far <= _FAR) | ((k <= _DENSE) & (far <= _TOO_FAR))
     # One set of points serves a factor of four in k: small orders deserve wide steps.

@@ -33,7 +33,7 @@ from itertools import pairwise
 import numpy as np
 
 from modelmix.privacy.functions import Array
-from modelmix.privacy.laws import Gaussian, Law, Mixed
+from modelmix.privacy.laws import Gaussian, Law, Mixed, known
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 _DEPTH = 60.0  # panels go on until the integrand has fallen by exp(-60) from its peak
@@ -159,4 +159,4 @@ def _outwards(law: Law, shift: float, k: float, origin: float, start: float, sid
 
 def rule_is_proved(law: Law) -> bool:
     """Whether ``strip_rule`` serves this law."""
-    return isinstance(law.base if isinstance(law, Mixed) else law, Gaussian)
+    return isinstance(known(law), Gaussian)

@@ -21,6 +21,7 @@ from scipy import special
 from modelmix.errors import ModelMixError
 from modelmix.privacy.facts import require_facts
 from modelmix.privacy.functions import Array, log_expm1
+from modelmix.privacy.laws import Laplace, known
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.moments import log_moments
 
@@ -83,11 +84,11 @@ def step_curve(mechanism: Mechanism, level: int) -> Array:
 
 
 def worst_loss(mechanism: Mechanism) -> float:
-    """D_infinity of one step: log(1 + q(exp(L) - 1)) with L the largest log-ratio of the worst gradient."""
-    law = mechanism.coordinate_law
-    largest = sum(count * law.max_log_ratio(shift) for shift, count in mechanism.worst_gradient)
-    if not math.isfinite(largest):
+    """D_infinity of one step: log(1 + q(exp(L) - 1)), L the largest log-ratio; infinite but for Laplace noise."""
+    noise = known(mechanism.coordinate_law)
+    if not isinstance(noise, Laplace):
         return math.inf
+    largest = sum(count * noise.max_log_ratio(shift) for shift, count in mechanism.worst_gradient)
     return float(np.logaddexp(0.0, math.log(mechanism.sample_rate) + log_expm1(np.array(largest * (1 + 8 * _EPS)))))
 
 
