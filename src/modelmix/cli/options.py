@@ -122,11 +122,10 @@ def takes_mechanism(command: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in fields(MechanismOptions)
     ]
-    own_hints = get_type_hints(command, include_extras=True)
     own = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[p.name])
-        for p in inspect.signature(command).parameters.values()
-        if p.name != "options"
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.name != "options"
     ]
 
     def run(**arguments: Any) -> None:
