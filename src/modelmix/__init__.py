@@ -8,25 +8,12 @@
 
 from modelmix._version import __version__
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy import (
-    Gaussian,
-    Guarantee,
-    Laplace,
-    Law,
-    Ledger,
-    Mechanism,
-    Mixed,
-    calibrate,
-    compare,
-    delta,
-    epsilon,
-    epsilon_curve,
-    equal_variance_gaussian,
-    guarantee,
-    max_steps,
-    mixing_width,
-    rdp,
-)
+from modelmix.privacy.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
+from modelmix.privacy.calibration import calibrate, max_steps
+from modelmix.privacy.comparison import compare
+from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
+from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 
 __all__ = [
     "Gaussian",

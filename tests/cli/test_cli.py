@@ -134,9 +134,13 @@ def test_curve(run, tmp_path, axis):
     first = next(iter(data["epsilon"].values()))
     assert len(first) == len(data["x"])
     assert sorted(first, reverse="--over" in axis) == first
-    code, text, _ = run("curve", "--out", tmp_path / "plot.png", *axis)
+
+
+def test_curve_for_people(run, tmp_path):
+    code, text, _ = run("curve", "--out", tmp_path / "plot.svg", "--z", 5, "--q", 0.1, "--steps", 50)
     assert code == 0
     assert "drawn:" in text
+    assert (tmp_path / "plot.png").exists()
 
 
 NONSENSE = {

@@ -42,7 +42,8 @@ def _root(
     pass
 
 
-for _command in (epsilon, calibrate, compare, curve, verify, reproduce):
+_COMMANDS = {command.__name__: command for command in (epsilon, calibrate, compare, curve, verify, reproduce)}
+for _command in _COMMANDS.values():
     app.command()(_command)
 
 
@@ -62,7 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        _fail(f"{message()} See modelmix {' '.join(arguments[:1])} --help.".replace("  ", " "))
+        name = arguments[0] if arguments[0] in _COMMANDS else ""
+        _fail(f"{message().rstrip('.')}. See modelmix {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -81,7 +81,9 @@ class MechanismOptions:
         """Refuses to go on without these ratios."""
         missing = [f"--{name}" for name in names if getattr(self, name) is None]
         if missing:
-            raise ModelMixError(f"{', '.join(missing)} missing: see --help for what each means.")
+            raise ModelMixError(
+                f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'}, or --ledger."
+            )
 
     def mechanism(self) -> Mechanism:
         """The mechanism the options describe."""
@@ -100,9 +102,8 @@ class MechanismOptions:
         """The phases of --ledger, then the one the other options describe."""
         out = Ledger() if self.ledger is None else Ledger.load(self.ledger)
         if self.describes_a_phase:
-            mechanism = self.mechanism()
-            self.require("steps")
-            out = out.add(mechanism, self.steps)  # type: ignore[arg-type]
+            self.in_ratios().require("z", "q", "steps")
+            out = out.add(self.mechanism(), self.steps)  # type: ignore[arg-type]
         if not out.phases:
             raise ModelMixError("nothing to account for: give --z, --q and --steps (see --help), or --ledger FILE.")
         return out

@@ -71,11 +71,10 @@ class Law(ABC):
 
 
 @dataclass(frozen=True)
-class Gaussian(Law):
-    """N(0, z^2): the noise of DP-SGD. ``z`` is the standard deviation divided by the l2 clip."""
+class _Noise(Law):
+    """A law with one parameter, its scale z over the clip."""
 
     z: float
-    norm: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         positive("z", self.z, "the noise multiplier")
@@ -83,6 +82,18 @@ class Gaussian(Law):
     @property
     def scale(self) -> float:
         return self.z
+
+    def _from_the_left(self, lower: Array, upper: Array) -> tuple[Array, Array]:
+        """The interval over z, reflected if need be so that its middle is not right of zero: the law is symmetric."""
+        flip = lower + upper > 0
+        return np.where(flip, -upper, lower) / self.z, np.where(flip, -lower, upper) / self.z
+
+
+@dataclass(frozen=True)
+class Gaussian(_Noise):
+    """N(0, z^2): the noise of DP-SGD. ``z`` is the standard deviation divided by the l2 clip."""
+
+    norm: ClassVar[int] = 2
 
     @property
     def variance(self) -> float:
@@ -96,10 +107,7 @@ class Gaussian(Law):
         return rng.normal(0.0, self.z, size)
 
     def log_mass(self, lower: Array, upper: Array, width: float) -> Array:
-        # By symmetry look from the left tail, where log_ndtr keeps its relative accuracy.
-        flip = lower + upper > 0
-        a = np.where(flip, -upper, lower) / self.z
-        b = np.where(flip, -lower, upper) / self.z
+        a, b = self._from_the_left(lower, upper)  # where log_ndtr keeps its relative accuracy
         middle, half = 0.5 * (a + b), 0.5 * width / self.z
         out = np.empty_like(a)
         # The difference of two cumulative values cancels when the interval is short; there the density is nearly
@@ -120,21 +128,13 @@ class Gaussian(Law):
 
 
 @dataclass(frozen=True)
-class Laplace(Law):
+class Laplace(_Noise):
     """Density exp(-|x|/z) / (2z). ``z`` is the scale (not the standard deviation) divided by the l1 clip.
 
     Alone, one step is 1/z-differentially private.
     """
 
-    z: float
     norm: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        positive("z", self.z, "the noise multiplier")
-
-    @property
-    def scale(self) -> float:
-        return self.z
 
     @property
     def variance(self) -> float:
@@ -147,9 +147,7 @@ class Laplace(Law):
         return rng.laplace(0.0, self.z, size)
 
     def log_mass(self, lower: Array, upper: Array, width: float) -> Array:
-        flip = lower + upper > 0
-        a = np.where(flip, -upper, lower) / self.z
-        b = np.where(flip, -lower, upper) / self.z
+        a, b = self._from_the_left(lower, upper)
         # a + b <= 0. Either both ends are left of zero, or the interval straddles it.
         left = b + math.log(-0.5 * math.expm1(-width / self.z))
         straddling = np.log(-0.5 * (np.expm1(-np.maximum(b, 0.0)) + np.expm1(np.minimum(a, 0.0))))
