@@ -47,6 +47,14 @@ def test_epsilon_for_people(run):
     assert "one sample is added or removed" in out
 
 
+def test_delta_for_an_epsilon(run):
+    _, out, _ = run("epsilon", "--json", *RESNET, "--for-epsilon", 5)
+    mechanism = mm.Mechanism(0.335, 0.03, 11.25, 100)
+    assert json.loads(out)["delta_for_epsilon"] == mm.delta(mechanism, 5, steps=3400)
+    _, text, _ = run("epsilon", *RESNET, "--for-epsilon", 5)
+    assert "delta at epsilon = 5" in text
+
+
 @pytest.mark.parametrize("tau", [["--tau", 0.15], ["--tau", 0.0225, "--eta", 0.15]])
 def test_paper_units_are_the_same_mechanism(run, tau):
     _, by_ratio, _ = run("epsilon", "--json", *RESNET)

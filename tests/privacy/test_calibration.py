@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +61,25 @@ def test_impossible_targets_say_so():
         mm.calibrate(epsilon=0.1, delta=DELTA, noise_multiplier=0.3, sample_rate=0.1, steps=1000, p=None)
     with pytest.raises(mm.ModelMixError, match="steps = 1"):
         mm.max_steps(mm.Mechanism(0.1, 1.0), epsilon=0.1, delta=DELTA)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64, int])
+def test_targets_of_any_number_type_are_safe(kind):
+    """Half precision must not blur the comparison with the target."""
+    found = mm.calibrate(epsilon=kind(3), delta=1e-5, sample_rate=0.01, steps=100)
+    assert mm.epsilon(found, 1e-5, steps=100) <= 3.0
+    mechanism = mm.Mechanism(1, 0.01, 10, 100)
+    assert mm.epsilon(mechanism, 1e-5, steps=mm.max_steps(mechanism, epsilon=kind(3), delta=1e-5)) <= 3.0
+
+
+@pytest.mark.parametrize("tolerance", [0, -1, float("nan"), float("inf"), 2])
+def test_senseless_tolerances(tolerance):
+    with pytest.raises(mm.ModelMixError, match="tolerance"):
+        mm.calibrate(epsilon=1, delta=1e-5, sample_rate=0.01, steps=100, tolerance=tolerance)
+
+
+def test_the_finest_tolerance_ends():
+    assert mm.calibrate(epsilon=1, delta=1e-5, sample_rate=0.01, steps=100, tolerance=1e-300).noise_multiplier > 0
 
 
 def test_exactly_one_unknown():

@@ -62,6 +62,16 @@ def test_comparison_lines_at_the_corners(corner):
     assert 0 <= line.epsilon <= mm.epsilon(ledger, 1e-5)
 
 
+def test_panels_without_a_sliver_of_rounding():
+    check(mm.Mechanism(0.3, 1e-6, 0.1, 1, "laplace", 2), 10**4)
+
+
+@pytest.mark.parametrize("field", ["noise_multiplier", "mixing_width"])
+def test_lengths_that_would_overflow_are_refused(field):
+    with pytest.raises(mm.ModelMixError, match="at most 1e\\+100"):
+        mm.Mechanism(**{"noise_multiplier": 1.0, "sample_rate": 0.5, field: 1e200})
+
+
 @pytest.mark.parametrize("z", [1e-5, 1e-100, 1e-200])
 def test_almost_no_noise_is_a_huge_number_or_infinity_with_a_reason(z):
     result = mm.guarantee(mm.Mechanism(z, 0.01, 1.0), 1e-5, steps=10)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
+from modelmix.privacy.ledger import Phase
 
 A, B = mm.Mechanism(0.335, 0.03, 11.25, 100), mm.Mechanism(2.0, 0.01, law="laplace")
 LEDGER = mm.Ledger().add(A, 300).add(B, 20).add(A, 1)
@@ -110,6 +111,41 @@ def test_bad_phases_with_a_good_digest_are_refused(phases):
     body = {"schema": SCHEMA, "version": VERSION, "phases": phases}
     with pytest.raises(mm.ModelMixError):
         mm.Ledger.from_json(json.dumps({**body, "digest": _digest(body)}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LEDGER.to_json().replace('"steps": 300', '"steps": 999999, "steps": 300'),
+        LEDGER.to_json().replace('"phases"', '"phases": [], "phases"', 1),
+        LEDGER.to_json().replace('"steps": 300', '"steps": ' + "9" * 5000),
+        "[" * 200_000,
+        '{"schema": "modelmix-ledger", "version": NaN}',
+    ],
+    ids=["repeated steps", "repeated phases", "endless number", "endless nesting", "not a number"],
+)
+def test_tricks_with_json_are_refused(text):
+    with pytest.raises(mm.ModelMixError):
+        mm.Ledger.from_json(text)
+
+
+def test_a_version_is_a_number():
+    from modelmix.privacy.ledger import SCHEMA, _digest
+
+    body = {"schema": SCHEMA, "version": True, "phases": []}
+    with pytest.raises(mm.ModelMixError, match="version"):
+        mm.Ledger.from_json(json.dumps({**body, "digest": _digest(body)}))
+
+
+@pytest.mark.parametrize("steps", [0, -999, 0.5, float("nan"), 10**400, True])
+def test_phases_are_checked_however_they_are_made(steps):
+    for make in (lambda: Phase(A, steps), lambda: mm.Ledger().add(A, steps)):
+        with pytest.raises(mm.ModelMixError):
+            make()
+    with pytest.raises(mm.ModelMixError):
+        mm.Ledger(((A, 3),))
+    with pytest.raises(mm.ModelMixError):
+        Phase("a mechanism", 3)
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):

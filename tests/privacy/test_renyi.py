@@ -167,7 +167,18 @@ def test_nonsense_is_refused():
         lambda: mm.rdp(mechanism, [1.0]),
         lambda: mm.rdp(mechanism, [1e9]),
         lambda: mm.epsilon_curve(mechanism, [1.5], 1e-5),
+        lambda: mm.epsilon_curve(mechanism, ["a"], 1e-5),
+        lambda: mm.epsilon_curve(mechanism, [math.inf], 1e-5),
+        lambda: mm.epsilon(mechanism, 1e-5, steps=10**400),
+        lambda: mm.epsilon("a mechanism", 1e-5, steps=1),
     ):
         with pytest.raises(mm.ModelMixError):
             call()
     assert mm.epsilon(mm.Ledger(), 1e-5) == 0
+    assert mm.epsilon_curve(mechanism, [], 1e-5).size == 0
+
+
+def test_delta_at_the_ends():
+    assert mm.delta(mm.Mechanism(1.0, 0.5), 1e308, steps=10) == 0
+    assert mm.delta(mm.Mechanism(1e-200, 0.5), 1e308, steps=10) == 1
+    assert mm.delta(mm.Mechanism(1.0, 1.0), 0.0, steps=10**6) == 1

@@ -11,13 +11,14 @@ from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
 from modelmix.privacy import comparison
-from modelmix.privacy.accountant import Guarantee, guarantee, rdp
+from modelmix.privacy.accountant import Guarantee, delta, guarantee, rdp
 
 
 @takes_mechanism
 def epsilon(
     options: MechanismOptions,
     orders: Annotated[str, typer.Option(help="Also print the Renyi divergence of one step, e.g. 2,3,4.")] = "",
+    for_epsilon: Annotated[float | None, typer.Option(help="Also print the delta at this epsilon.")] = None,
     save_ledger: Annotated[Path | None, typer.Option(help="Write the phases to this ledger file.")] = None,
     json: Json = False,
 ) -> None:
@@ -32,6 +33,7 @@ def epsilon(
     classic = guarantee(ledger, options.delta, conversion="classic")
     wanted = _orders(orders)
     divergence = [rdp(phase.mechanism, wanted).tolist() for phase in ledger.phases] if wanted else []
+    other_delta = None if for_epsilon is None else delta(ledger, for_epsilon)
     plain = comparison.best_epsilon(comparison.unmixed(ledger), options.delta)
     twin_ledger = comparison.equal_variance(ledger)
     twin = comparison.best_epsilon(twin_ledger, options.delta)
@@ -60,6 +62,8 @@ def epsilon(
             "steps": ledger.steps,
             "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in ledger.phases],
         }
+        if for_epsilon is not None:
+            out |= {"for_epsilon": for_epsilon, "delta_for_epsilon": other_delta}
         if wanted:
             out["rdp_per_step"] = [dict(zip((f"{a:g}" for a in wanted), row, strict=True)) for row in divergence]
             if len(divergence) == 1:
@@ -80,6 +84,8 @@ def epsilon(
         for i, row in enumerate(divergence)
         for a, value in zip(wanted, row, strict=True)
     ]
+    if other_delta is not None:
+        rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "Renyi, improved"])
     notes = [f"phase: {phase}" for phase in phases] + ([improved.reason] if improved.reason else [])
     if best < improved.epsilon:
         notes.append(f"Mixing only adds noise, so {show.up(best)}, proved without it, holds for this mechanism too.")

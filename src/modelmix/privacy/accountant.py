@@ -46,6 +46,8 @@ class Guarantee:
 
 
 def _phases(source: Mechanism | Ledger, steps: int | None) -> tuple[Phase, ...]:
+    if not isinstance(source, Mechanism | Ledger):
+        raise ModelMixError(f"{source!r} is neither a Mechanism nor a Ledger.")
     if isinstance(source, Ledger):
         if steps is not None:
             raise ModelMixError("a ledger knows its steps: leave steps out.")
@@ -156,9 +158,7 @@ def epsilon_curve(
 ) -> Array:
     """epsilon after each of many step counts, at the price of little more than one."""
     delta = probability("delta", delta, "the failure probability")
-    counts = np.asarray(steps, dtype=np.float64)
-    if counts.ndim != 1 or np.any(counts < 1) or np.any(counts != np.floor(counts)):
-        raise ModelMixError("steps must be a list of whole numbers, 1 or more.")
+    counts = np.array([whole("steps", t, "the number of steps", least=1) for t in np.ravel(steps)], dtype=np.float64)
     out = np.full(counts.shape, np.inf)
     open_ = np.ones(counts.shape, dtype=bool)
     for level in range(LAST_LEVEL + 1):
@@ -166,7 +166,7 @@ def epsilon_curve(
         if conversion == "improved":
             orders, kappa = refine(orders, kappa)
         where = np.flatnonzero(open_)
-        for chunk in np.array_split(where, math.ceil(where.size * orders.size / 4e6)):
+        for chunk in np.array_split(where, 1 + where.size * orders.size // 4_000_000):
             candidates = epsilons(orders, kappa[:, None] * counts[chunk], delta, conversion)
             best = np.argmin(candidates, axis=0)
             out[chunk] = np.min(candidates, axis=0) * _UP

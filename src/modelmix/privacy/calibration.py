@@ -36,6 +36,8 @@ def smallest_safe(
             return high
     while high / low > 1 + tolerance:
         middle = math.sqrt(low * high)
+        if not low < middle < high:
+            break
         if value(middle) <= target:
             high = middle
         else:
@@ -89,8 +91,9 @@ def calibrate(
             "calibrate solves for one unknown: leave out exactly one of noise_multiplier, mixing_width, sample_rate, p "
             "and give steps (max_steps solves for the steps)."
         )
-    positive("epsilon", epsilon, "the target epsilon")
-    whole("steps", steps, "the number of steps", least=1)
+    epsilon = positive("epsilon", epsilon, "the target epsilon")
+    positive("tolerance", tolerance, "the tolerance", most=1.0)
+    steps = whole("steps", steps, "the number of steps", least=1)
     unknown = missing[0]
     probe = {"noise_multiplier": 1.0, "mixing_width": 0.0, "sample_rate": 1.0, "p": 1}
     known = Mechanism(**{**given, unknown: probe[unknown]}, law=law, dimension=dimension)
@@ -137,5 +140,5 @@ def _smallest_p(value: Callable[[float], float], target: float) -> int:
 
 def max_steps(mechanism: Mechanism, *, epsilon: float, delta: float, conversion: Conversion = "improved") -> int:
     """The largest number of steps whose epsilon is at most the target."""
-    positive("epsilon", epsilon, "the target epsilon")
+    epsilon = positive("epsilon", epsilon, "the target epsilon")
     return _last_safe_count(lambda t: renyi_epsilon(mechanism, delta, steps=t, conversion=conversion), epsilon, "steps")

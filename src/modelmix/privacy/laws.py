@@ -21,7 +21,7 @@ from scipy import special
 
 from modelmix.errors import ModelMixError
 from modelmix.privacy.functions import Array, log_exp_minus_line, log_expm1
-from modelmix.privacy.validation import at_least_zero, positive
+from modelmix.privacy.validation import LARGEST, at_least_zero, positive
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _LEGENDRE_X, _LEGENDRE_W = np.polynomial.legendre.leggauss(14)
@@ -39,7 +39,10 @@ class Law(ABC):
     @property
     @abstractmethod
     def scale(self) -> float:
-        """A length over which the log-density changes by about one; quadrature panels start at this size."""
+        """A length over which the log-density changes by about one; quadrature panels start at this size.
+
+        A feature narrower than this must be announced by ``kinks``: no grid can find what it is not told of.
+        """
 
     @property
     @abstractmethod
@@ -77,7 +80,7 @@ class _Noise(Law):
     z: float
 
     def __post_init__(self) -> None:
-        positive("z", self.z, "the noise multiplier")
+        positive("z", self.z, "the noise multiplier", most=LARGEST)
 
     @property
     def scale(self) -> float:
@@ -178,7 +181,7 @@ class Mixed(Law):
     omega: float
 
     def __post_init__(self) -> None:
-        at_least_zero("omega", self.omega, "the mixing width")
+        at_least_zero("omega", self.omega, "the mixing width", most=LARGEST)
         if self.omega == 0:
             raise ModelMixError("omega = 0 means no mixing: use the base law itself.")
         if isinstance(self.base, Mixed):
@@ -210,15 +213,10 @@ class Mixed(Law):
         return self.base.sample(rng, size) + rng.uniform(-self.omega / 2, self.omega / 2, size)
 
 
-def unmixed(law: Law) -> Law:
-    """The noise alone."""
-    return law.base if isinstance(law, Mixed) else law
-
-
 def known(law: Law) -> Gaussian | Laplace | None:
     """The noise of a law whose facts and closed forms this package vouches for; None for any other.
 
     A subclass does not count: it may have changed the density and kept the closed forms.
     """
-    noise = unmixed(law)
+    noise = law.base if type(law) is Mixed else law
     return noise if type(noise) in (Gaussian, Laplace) else None  # type: ignore[return-value]

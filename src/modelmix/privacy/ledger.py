@@ -30,6 +30,11 @@ class Phase:
     mechanism: Mechanism
     steps: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.mechanism, Mechanism):
+            raise ModelMixError(f"{self.mechanism!r} is not a Mechanism.")
+        object.__setattr__(self, "steps", whole("steps", self.steps, "the number of steps", least=1))
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -37,13 +42,17 @@ class Ledger:
 
     phases: tuple[Phase, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", tuple(self.phases))
+        if not all(isinstance(phase, Phase) for phase in self.phases):
+            raise ModelMixError("a ledger is made of phases: use Ledger().add(mechanism, steps).")
+
     def add(self, mechanism: Mechanism, steps: int = 1) -> Ledger:
         """This ledger followed by ``steps`` steps of ``mechanism``."""
-        steps = whole("steps", steps, "the number of steps", least=1)
-        *before, last = self.phases or (None,)
-        if last is not None and last.mechanism == mechanism:
-            return Ledger((*self.phases[: len(before)], Phase(mechanism, last.steps + steps)))
-        return Ledger((*self.phases, Phase(mechanism, steps)))
+        new = Phase(mechanism, steps)
+        if self.phases and self.phases[-1].mechanism == mechanism:
+            return Ledger((*self.phases[:-1], Phase(mechanism, self.phases[-1].steps + new.steps)))
+        return Ledger((*self.phases, new))
 
     @property
     def steps(self) -> int:
@@ -62,14 +71,12 @@ class Ledger:
     def from_json(cls, text: str) -> Ledger:
         """Reads what ``to_json`` wrote; refuses anything else in one line."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ModelMixError(
-                f"the ledger is not whole JSON (line {error.lineno}): it was cut off or edited; restore the file."
-            ) from None
+            data = json.loads(text, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError):
+            raise ModelMixError("the ledger is not whole JSON: it was cut off or edited; restore the file.") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ModelMixError(f'this is not a ledger: its "schema" must be "{SCHEMA}".')
-        if data.get("version") != VERSION:
+        if type(data.get("version")) is not int or data["version"] != VERSION:
             raise ModelMixError(
                 f"ledger version {data.get('version')!r} is unknown: this program reads version {VERSION}; "
                 "use the program that wrote the file."
@@ -117,6 +124,13 @@ class Ledger:
             return cls.from_json(text)
         except ModelMixError as error:
             raise ModelMixError(f"{path}: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of a JSON file; a key that comes twice would let a file say two things."""
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("a key comes twice")
+    return dict(pairs)
 
 
 def _digest(body: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from modelmix.errors import ModelMixError
 from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
-from modelmix.privacy.validation import at_least_zero, positive, rate, whole
+from modelmix.privacy.validation import LARGEST, at_least_zero, positive, rate, whole
 
 LAWS: Mapping[str, Callable[[float], Law]] = {"gaussian": Gaussian, "laplace": Laplace}
 
@@ -45,9 +45,9 @@ class Mechanism:
     def __post_init__(self) -> None:
         # Normal forms, so that equal mechanisms compare and hash equal however they were written.
         set_field = object.__setattr__
-        set_field(self, "noise_multiplier", positive("z", self.noise_multiplier, "the noise multiplier"))
+        set_field(self, "noise_multiplier", positive("z", self.noise_multiplier, "the noise multiplier", LARGEST))
         set_field(self, "sample_rate", rate("q", self.sample_rate, "the sampling rate"))
-        set_field(self, "mixing_width", at_least_zero("omega", self.mixing_width, "the mixing width"))
+        set_field(self, "mixing_width", at_least_zero("omega", self.mixing_width, "the mixing width", LARGEST))
         set_field(self, "p", whole("p", self.p, "the truncation parameter", least=1))
         if self.dimension is not None:
             set_field(self, "dimension", whole("d", self.dimension, "the number of trained coordinates", least=1))

@@ -32,12 +32,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from modelmix.errors import UnprovedError
 from modelmix.privacy.functions import Array
 from modelmix.privacy.laws import Gaussian, Law, Mixed, known
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 _DEPTH = 60.0  # panels go on until the integrand has fallen by exp(-60) from its peak
-_MOST_PANELS = 400
+_MOST_PANELS = 300
 _ROUNDED_AWAY = 1e-13  # kinks nearer than this many scales coincide but for rounding
 
 
@@ -121,7 +122,8 @@ def panel_rule(law: Law, shift: float, k: float, halvings: int) -> Rule:
         edges = [0.0]
         step = min(0.5 * law.scale, 0.5 * middle)
         while edges[-1] < middle:
-            edges.append(min(edges[-1] + step, middle))
+            # A last sliver of rounding would be a panel of no width.
+            edges.append(edges[-1] + step if edges[-1] + step < middle * (1 - 1e-9) else middle)
             step *= 2
         pieces.append(_panels(lower, lower_off + np.array(edges), halvings))
         pieces.append(_panels(upper, upper_off - np.array(edges)[::-1], halvings))
@@ -151,8 +153,14 @@ def _outwards(law: Law, shift: float, k: float, origin: float, start: float, sid
         peak = max(peak, float(np.max(log_g)))
         if log_g[1] < log_g[0] and log_g[1] + math.log(step) < peak - _DEPTH:
             break
-        if len(edges) > 8 and log_g[1] <= log_g[0]:
+        if len(edges) > 8:
             step *= 1.5
+    else:
+        raise UnprovedError(
+            "the moments of the noise are known with an error bound",
+            f"the moment integrals of {law} do not fall off.",
+            "Use a law whose tails fall at least like a power, or Gaussian or Laplace noise.",
+        )
     outward = np.array(edges)
     return _panels(origin, start + (outward if side > 0 else -outward[::-1]), halvings)
 

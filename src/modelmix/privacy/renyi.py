@@ -136,7 +136,9 @@ def total_variation(orders: Array, kappa: Array) -> float:
 def log_deltas(orders: Array, kappa: Array, epsilon: float, conversion: Conversion) -> Array:
     """The log(delta) each order proves at ``epsilon``; inverse of ``epsilons``, at most 0."""
     a = orders
-    out = kappa - (a - 1) * epsilon
+    with np.errstate(over="ignore"):
+        paid = np.minimum((a - 1) * epsilon, 1e300)  # finite, so that an infinite kappa proves nothing
+    out = kappa - paid
     if conversion == "improved":
         out = out + (a - 1) * np.log1p(-1 / a) - np.log(a)
     elif conversion != "classic":

@@ -7,24 +7,34 @@ from numbers import Integral, Real
 
 from modelmix.errors import ModelMixError
 
+LARGEST = 1e100
+"""Lengths beyond this have no use and would overflow when squared."""
+
+_LARGEST_COUNT = 10**18
+
 
 def _number(name: str, value: object, meaning: str, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ModelMixError(f"{name} = {value!r} is not a finite number: {meaning} must be {allowed}.")
-    return float(value)
+    try:
+        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number past the range of floats
+        value = "a number of hundreds of digits"
+    raise ModelMixError(f"{name} = {value!r} is not a finite number: {meaning} must be {allowed}.")
 
 
-def positive(name: str, value: object, meaning: str) -> float:
-    number = _number(name, value, meaning, "greater than 0")
-    if number <= 0:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be greater than 0.")
+def positive(name: str, value: object, meaning: str, most: float = math.inf) -> float:
+    allowed = "greater than 0" if math.isinf(most) else f"greater than 0 and at most {most:g}"
+    number = _number(name, value, meaning, allowed)
+    if not 0 < number <= most:
+        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be {allowed}.")
     return number
 
 
-def at_least_zero(name: str, value: object, meaning: str) -> float:
-    number = _number(name, value, meaning, "0 or more")
-    if number < 0:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be 0 or more.")
+def at_least_zero(name: str, value: object, meaning: str, most: float = math.inf) -> float:
+    allowed = "0 or more" if math.isinf(most) else f"0 or more and at most {most:g}"
+    number = _number(name, value, meaning, allowed)
+    if not 0 <= number <= most:
+        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be {allowed}.")
     return number
 
 
@@ -44,7 +54,10 @@ def probability(name: str, value: object, meaning: str) -> float:
 
 def whole(name: str, value: object, meaning: str, least: int) -> int:
     """A whole number; 5.0 is taken as 5, 2.5 is refused."""
-    number = _number(name, value, meaning, f"a whole number, {least} or more")
+    allowed = f"a whole number, {least} or more"
+    number = _number(name, value, meaning, allowed)
     if number != math.floor(number) or number < least:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be a whole number, {least} or more.")
+        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be {allowed}.")
+    if number > _LARGEST_COUNT:
+        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be at most {_LARGEST_COUNT:.0e}.")
     return int(value) if isinstance(value, Integral) else int(number)
