@@ -35,6 +35,7 @@ def test_epsilon_json_on_the_reference_cases(run, case):
     assert data["equal_variance_epsilon"] <= data["epsilon"]
     assert data["plain_dpsgd_epsilon"] >= data["equal_variance_epsilon"]
     assert data["best_proved_epsilon"] == min(data["epsilon"], data["plain_dpsgd_epsilon"])
+    assert bool(data["assumptions"]) == (case["mixing_width"] > 0)
 
 
 def test_epsilon_for_people(run):
@@ -95,6 +96,29 @@ def test_phases_from_ledgers(run, tmp_path):
     assert "TOO SMALL" in text
 
 
+def test_a_claim_may_rest_on_any_proof(run, tmp_path):
+    """Plain DP-SGD: 1.83 by privacy-loss distributions, 2.11 by Renyi moments. A claim of 1.9 is right."""
+    book = tmp_path / "new" / "plain.json"
+    run("epsilon", "--z", 1, "--q", 0.01, "--steps", 1000, "--save-ledger", book)
+    code, out, _ = run("verify", book, "--json", "--claim", 1.9)
+    assert code == 0
+    assert json.loads(out)["best_proved_accountant"] == "PLD"
+    assert run("verify", book, "--claim", 1.8)[0] == 1
+
+
+@pytest.mark.parametrize("left_out", ["--z", "--omega", "--q"])
+def test_a_printed_solution_can_be_typed_in_again(run, tmp_path, left_out):
+    options = dict(zip(RESNET[::2], RESNET[1::2], strict=True))
+    del options[left_out]
+    flat = [item for pair in options.items() for item in pair]
+    _, text, _ = run("calibrate", "--epsilon", 8, "--for", left_out.lstrip("-"), *flat)
+    printed = text.splitlines()[2].split()[1]
+    _, out, _ = run("epsilon", "--json", *flat, left_out, printed)
+    assert json.loads(out)["epsilon"] <= 8
+    run("calibrate", "--epsilon", 8, "--for", left_out.lstrip("-"), *flat, "--save-ledger", tmp_path / "cal.json")
+    assert run("verify", tmp_path / "cal.json", "--claim", 8)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("left_out", "expected"),
     [("z", 0.335), ("omega", 11.25), ("q", 0.03), ("steps", 3400), ("p", 100)],
@@ -145,10 +169,10 @@ def test_curve(run, tmp_path, axis):
 
 
 def test_curve_for_people(run, tmp_path):
-    code, text, _ = run("curve", "--out", tmp_path / "plot.svg", "--z", 5, "--q", 0.1, "--steps", 50)
+    code, text, _ = run("curve", "--out", tmp_path / "plot.pdf", "--z", 5, "--q", 0.1, "--to", 50)
     assert code == 0
     assert "drawn:" in text
-    assert (tmp_path / "plot.png").exists()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".pdf", ".png", ".svg"]
 
 
 NONSENSE = {
@@ -185,8 +209,13 @@ NONSENSE = {
     "given unknown": (["calibrate", "--epsilon", 3, "--for", "z", *RESNET], "leave its value out"),
     "negative target": (["calibrate", "--epsilon", -3, "--q", 0.1, "--steps", 5], "greater than 0"),
     "bad conversion": (["calibrate", "--epsilon", 3, "--q", 0.1, "--steps", 5, "--conversion", "x"], "classic"),
+    "n alone": (["epsilon", "--z", 1, "--q", 0.1, "--n", 10, "--steps", 10], "--batch or --tau"),
+    "q with tau": (["calibrate", "--epsilon", 3, "--z", 1, "--steps", 9, "--tau", 1, "--for", "q"], "--omega instead"),
+    "steps twice": (["curve", "--to", 100, *RESNET], "one of them"),
+    "one step": (["curve", "--z", 1, "--q", 0.1, "--steps", 1], "--steps 2"),
+    "odd picture": (["curve", "--out", "x.doc", *RESNET], ".pdf"),
     "bad axis": (["curve", "--over", "time", *RESNET], "choose one of"),
-    "empty axis": (["curve", "--from", 10, "--to", 10, *RESNET], "greater than"),
+    "empty axis": (["curve", "--from", 10, "--to", 10, "--z", 1, "--q", 0.1], "greater than"),
     "bad orders": (["epsilon", "--orders", "2,x", *RESNET], "--orders"),
     "order one": (["epsilon", "--orders", "1", *RESNET], "greater than 1"),
     "unknown figure": (["reproduce", "fig9"], "fig3"),
@@ -248,5 +277,6 @@ def test_numbers_are_rounded_up():
     assert up(2.0) == "2.0000"
     assert up(0.0) == "0.0000"
     assert up(math.inf) == "inf"
-    assert up(1.2345678e9) == "1.23457e9"
+    assert up(1.2345678e9) == "1.23457e+09"
+    assert up(9.9999999e13) == "1.00000e+14"
     assert json.loads(as_json({"a": math.inf, "b": [math.nan, 1.5]})) == {"a": "inf", "b": [None, 1.5]}

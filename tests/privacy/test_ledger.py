@@ -154,5 +154,9 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(mm.ModelMixError, match="not a text file"):
         mm.Ledger.load(tmp_path / "binary.json")
+    with pytest.raises(mm.ModelMixError, match="folder"):
+        LEDGER.save(tmp_path)
     with pytest.raises(mm.ModelMixError, match="cannot write"):
-        LEDGER.save(tmp_path / "missing" / "ledger.json")
+        LEDGER.save(tmp_path / "binary.json" / "ledger.json")
+    LEDGER.save(tmp_path / "new" / "folder" / "ledger.json")
+    assert mm.Ledger.load(tmp_path / "new" / "folder" / "ledger.json") == LEDGER

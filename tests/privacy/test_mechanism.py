@@ -41,6 +41,8 @@ def test_equal_variance_gaussian():
     twin = mm.equal_variance_gaussian(mm.Mechanism(0.335, 0.03, 11.25, 100))
     assert twin.noise_multiplier == pytest.approx(math.sqrt(0.335**2 + 11.25**2 / 12))
     assert (twin.mixing_width, twin.p, twin.sample_rate) == (0.0, 1, 0.03)
+    few = mm.equal_variance_gaussian(mm.Mechanism(1.0, 0.03, 0.0, 100, dimension=25))
+    assert few.noise_multiplier == pytest.approx(2.0), "25 coordinates of 0.1 have norm one half"
     laplace = mm.equal_variance_gaussian(mm.Mechanism(0.5, 0.03, law="laplace"))
     assert laplace.noise_multiplier == pytest.approx(math.sqrt(2) * 0.5)
 

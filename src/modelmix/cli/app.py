@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         if message is None:
             raise
         name = arguments[0] if arguments[0] in _COMMANDS else ""
-        _fail(f"{message().rstrip('.')}. See modelmix {name} --help.")
+        _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from decimal import ROUND_CEILING, ROUND_FLOOR
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +14,11 @@ from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
 from modelmix.privacy import calibration
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
+from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.validation import positive
 
 _LONG_NAMES = {"z": "noise_multiplier", "omega": "mixing_width", "q": "sample_rate", "p": "p"}
+_SAFE = {"z": ROUND_CEILING, "omega": ROUND_CEILING, "q": ROUND_FLOOR}
 _UNKNOWNS = (*_LONG_NAMES, "steps")
 
 
@@ -25,6 +30,7 @@ def calibrate(
         str | None, typer.Option("--for", help="z, omega, q, steps or p; left out, whichever is missing.")
     ] = None,
     conversion: Annotated[str, typer.Option(help="improved or classic.")] = "improved",
+    save_ledger: Annotated[Path | None, typer.Option(help="Write the solution to this ledger file.")] = None,
     json: Json = False,
 ) -> None:
     """Solve for the one number that is left out, so that epsilon is at most the target.
@@ -54,9 +60,15 @@ def calibrate(
         }
         given[_LONG_NAMES[unknown]] = None
         mechanism = calibration.calibrate(**given, **target)
+        if unknown != "p":
+            exact = getattr(mechanism, _LONG_NAMES[unknown])
+            change: dict[str, Any] = {_LONG_NAMES[unknown]: show.rounded(exact, _SAFE[unknown])}
+            mechanism = replace(mechanism, **change)
         steps = int(ratios.steps)  # type: ignore[arg-type]
     reached = renyi_epsilon(mechanism, options.delta, steps=steps, conversion=conversion)  # type: ignore[arg-type]
     answer = steps if unknown == "steps" else getattr(mechanism, _LONG_NAMES[unknown])
+    if save_ledger is not None:
+        Ledger().add(mechanism, steps).save(save_ledger)
     if json:
         print(
             show.as_json(
@@ -84,6 +96,8 @@ def calibrate(
 
 def _unknown(options: MechanismOptions, solve_for: str | None) -> tuple[MechanismOptions, str]:
     """Which number to solve for. The paper's units cannot describe an unknown q or omega."""
+    if options.tau is not None and solve_for == "q":
+        raise ModelMixError("q cannot be solved for with --tau, because omega depends on q: give --omega instead.")
     ratios = options.in_ratios()
     if solve_for is not None:
         if solve_for not in _UNKNOWNS:

@@ -14,31 +14,33 @@ from modelmix.privacy.mechanism import Mechanism
 def compare(options: MechanismOptions, json: Json = False) -> None:
     """ModelMix, plain DP-SGD and the equal-variance Gaussian: epsilon at equal noise, noise at equal epsilon."""
     mechanism, steps = options.one_phase()
-    result = honest_comparison(mechanism, steps, options.delta)
+    result = honest_comparison(mechanism, options.delta, steps=steps)
     if json:
-        print(show.as_json({**asdict(result), "delta": options.delta, "steps": steps, **mechanism.as_dict()}))
+        print(
+            show.as_json({**asdict(result), "delta": options.delta, "phase": {**mechanism.as_dict(), "steps": steps}})
+        )
         return
-    std = result.total_std
+    std, ours = result.total_std, result.mechanism
     show.table(
         f"epsilon at equal noise, delta = {options.delta:g}",
         ["", "epsilon", "noise std / clip", " by"],
         [
-            ["this mechanism", show.up(result.epsilon), f"{std:.4f}", "Renyi"],
+            ["this mechanism", show.up(ours.epsilon), f"{std:.4f}", ours.accountant],
             ["the same noise without mixing", show.up(result.plain.epsilon), _noise_std(mechanism),
              result.plain.accountant],
             ["plain Gaussian of equal variance", show.up(result.equal_variance.epsilon), f"{std:.4f}",
              result.equal_variance.accountant],
-            ["  the same by Renyi", show.up(result.equal_variance_renyi), f"{std:.4f}", "Renyi"],
+            ["  the same by Renyi moments", show.up(result.equal_variance_renyi), f"{std:.4f}", "RDP"],
         ],
     )  # fmt: skip
     needed = result.plain_std_at_equal_epsilon
     print()
     show.table(
-        f"noise at equal epsilon = {show.up(result.epsilon)}",
-        ["", "noise std / clip", "against plain"],
+        f"noise at equal epsilon = {show.up(ours.epsilon)}",
+        ["", "noise std / clip", "against plain", " by"],
         [
-            ["this mechanism", f"{std:.4f}", f"x {std / needed:.3f}"],
-            ["plain DP-SGD", f"{needed:.4f}", "x 1"],
+            ["this mechanism", f"{std:.4f}", f"x {std / needed:.3f}", ours.accountant],
+            ["plain Gaussian DP-SGD", f"{needed:.4f}", "x 1", "PLD"],
         ],
         [
             f"phase: {steps:,} steps of {show.describe(mechanism)}",

@@ -23,7 +23,9 @@ def curve(
     ] = "steps",
     start: Annotated[float | None, typer.Option("--from", help="First value.", show_default=False)] = None,
     stop: Annotated[float | None, typer.Option("--to", help="Last value.", show_default=False)] = None,
-    out: Annotated[Path, typer.Option(help="Plot file; both .png and .svg are written.")] = Path("epsilon-curve.png"),
+    out: Annotated[Path, typer.Option(help="Plot file; .png and .svg are written, .pdf if asked for.")] = Path(
+        "epsilon-curve.png"
+    ),
     json: Json = False,
 ) -> None:
     """Epsilon against the number of steps or the mixing width, as a plot (PNG and SVG).
@@ -32,14 +34,20 @@ def curve(
     modelmix curve --z 0.335 --omega 11.25 --p 100 --q 0.03 --steps 3500
     modelmix curve --over tau --from 0.01 --to 1 --z 0.335 --clip 20 --n 50000 --batch 1500 --p 100 --steps 3500
     """
-    from modelmix.report import curves
+    from modelmix.report import curves, style
 
     if over not in _AXES:
         raise ModelMixError(f"--over {over} is unknown: choose one of {', '.join(_AXES)}.")
+    style.prepare(out)
     if over == "steps":
+        if stop is not None:
+            if options.steps is not None:
+                raise ModelMixError("--steps and --to say the same thing here: give one of them.")
+            options = replace(options, steps=stop)
         mechanism, steps = options.one_phase()
-        last = float(steps) if stop is None else stop
-        result = curves.over_steps(mechanism, max(1.0, last / 1000) if start is None else start, last, options.delta)
+        if steps == 1:
+            raise ModelMixError("a curve over steps needs at least two of them: give --steps 2 or more.")
+        result = curves.over_steps(mechanism, 1.0 if start is None else start, float(steps), options.delta)
     else:
         # The axis replaces whatever width was given; in the paper's units one tau/eta is worth ``unit`` of omega.
         unit = replace(options, tau=1.0, eta=None, omega=None).in_ratios().omega if over == "tau" else None
@@ -59,7 +67,7 @@ def curve(
     last_index = len(result.x) - 1
     rows = [
         [f"{result.x[i]:.6g}", *(show.up(float(line[i])) for line in result.lines.values())]
-        for i in sorted({2 * round(last_index * part / 8) for part in range(5)})
+        for i in sorted({round(last_index * part / 4) for part in range(5)})
     ]
     show.table(
         f"epsilon against {result.axis}: {result.title}",

@@ -39,7 +39,7 @@ def epsilon(
     twin = comparison.best_epsilon(twin_ledger, options.delta)
     twin_renyi = guarantee(twin_ledger, options.delta).epsilon
     twin_z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
-    best = min(improved.epsilon, plain.epsilon)
+    best = comparison.best_epsilon(ledger, options.delta)
     if save_ledger is not None:
         ledger.save(save_ledger)
     if json:
@@ -51,7 +51,9 @@ def epsilon(
             "order_classic": classic.order,
             "proved": True,
             "reason": improved.reason,
-            "best_proved_epsilon": best,
+            "assumptions": show.assumptions(ledger),
+            "best_proved_epsilon": best.epsilon,
+            "best_proved_accountant": best.accountant,
             "plain_dpsgd_epsilon": plain.epsilon,
             "plain_dpsgd_accountant": plain.accountant,
             "equal_variance_epsilon": twin.epsilon,
@@ -76,8 +78,8 @@ def epsilon(
     rows = [
         ["[bold]this mechanism[/]", f"[bold]{show.up(improved.epsilon)}[/]", _how(improved)],
         ["  classic conversion", show.up(classic.epsilon), _how(classic)],
-        [f"{law}, no mixing, same z", show.up(plain.epsilon), plain.accountant],
-        [f"plain Gaussian of equal variance, {z}", show.up(twin.epsilon), twin.accountant],
+        [f"{law}, no mixing", show.up(plain.epsilon), plain.accountant],
+        [f"Gaussian of equal variance, {z}", show.up(twin.epsilon), twin.accountant],
     ]
     rows += [
         [f"  D_{a:g} of one step, phase {i + 1}", f"{value:.6g}", "upper bound"]
@@ -87,14 +89,14 @@ def epsilon(
     if other_delta is not None:
         rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "Renyi, improved"])
     notes = [f"phase: {phase}" for phase in phases] + ([improved.reason] if improved.reason else [])
-    if best < improved.epsilon:
-        notes.append(f"Mixing only adds noise, so {show.up(best)}, proved without it, holds for this mechanism too.")
+    if best.epsilon < improved.epsilon:
+        notes.append(f"{show.up(best.epsilon)} is proved for this mechanism too, {best.accountant} without mixing.")
     notes.append(show.GUARANTEE)
     show.table(f"epsilon at delta = {options.delta:g}", ["", "epsilon", " by"], rows, notes)
 
 
 def _how(result: Guarantee) -> str:
-    return f"Renyi order {result.order:g}, {result.conversion}"
+    return "total variation" if result.epsilon == 0 else f"Renyi order {result.order:g}, {result.conversion}"
 
 
 def _orders(text: str) -> list[float]:

@@ -45,7 +45,7 @@ class MechanismOptions:
         None
     )
     ledger: Annotated[
-        Path | None, _option("--ledger", "A ledger file; its phases come before the one given by options.", _OTHER)
+        Path | None, _option("--ledger", "A ledger file: its phases, then the one given by options.", _OTHER)
     ] = None
     delta: Annotated[float, typer.Option("--delta", help="Failure probability.", rich_help_panel=_OTHER)] = 1e-5
 
@@ -74,16 +74,18 @@ class MechanismOptions:
             eta = 1.0 if self.eta is None else self.eta
             omega = mixing_width(self.c, self.tau, eta, expected_batch)  # type: ignore[arg-type]
         elif self.c is not None or self.eta is not None:
-            raise ModelMixError("--clip and --eta only serve to work out omega from --tau: give --tau too, or --omega.")
+            raise ModelMixError(
+                "--clip and --eta only serve to work out omega from --tau: give --tau, or leave them out."
+            )
+        elif self.n is not None and self.batch is None:
+            raise ModelMixError("--n only serves with --batch or --tau: give one of them, or leave it out.")
         return replace(self, q=q, omega=omega, batch=None, tau=None, c=None, n=None, eta=None)
 
     def require(self, *names: str) -> None:
         """Refuses to go on without these ratios."""
         missing = [f"--{name}" for name in names if getattr(self, name) is None]
         if missing:
-            raise ModelMixError(
-                f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'}, or --ledger."
-            )
+            raise ModelMixError(f"{', '.join(missing)} missing: a phase needs --z, --q and --steps (see --help).")
 
     def mechanism(self) -> Mechanism:
         """The mechanism the options describe."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism
 
 GUARANTEE = (
@@ -24,9 +26,14 @@ def up(value: float, decimals: int = 4) -> str:
     if math.isinf(value):
         return "inf"
     if value >= 1e6:
-        exponent = math.floor(math.log10(value))
-        return f"{math.ceil(value / 10 ** (exponent - 5)) / 10**5:.5f}e{exponent}"
+        return f"{rounded(value, ROUND_CEILING, 6):.5e}"
     return f"{math.ceil(value * 10**decimals - 1e-9) / 10**decimals:.{decimals}f}"
+
+
+def rounded(value: float, direction: str, digits: int = 7) -> float:
+    """``value`` to some significant digits, in the direction that is safe for what it is."""
+    exact = Decimal(value)
+    return float(exact.quantize(Decimal((0, (1,), exact.adjusted() - digits + 1)), direction)) if value else 0.0
 
 
 def as_json(data: Any) -> str:
@@ -44,11 +51,23 @@ def as_json(data: Any) -> str:
     return json.dumps(clean(data), indent=1, allow_nan=False)
 
 
+def assumptions(ledger: Ledger) -> list[str]:
+    """What the number rests on beside theorems, where it does."""
+    out = []
+    if any(phase.mechanism.mixed for phase in ledger.phases):
+        out.append(
+            "moments convex in the clipped norm and falling with the width: tested on grids, no written proof known"
+        )
+    if any(phase.mechanism.mixed and phase.mechanism.law != "gaussian" for phase in ledger.phases):
+        out.append("quadrature error of the moments estimated by halving panels, and added tenfold")
+    return out
+
+
 def describe(mechanism: Mechanism) -> str:
     """A mechanism in one line."""
-    parts = [f"{mechanism.law}, z = {mechanism.noise_multiplier:.6g}", f"q = {mechanism.sample_rate:.6g}"]
+    parts = [f"{mechanism.law}, z = {mechanism.noise_multiplier:.7g}", f"q = {mechanism.sample_rate:.7g}"]
     if mechanism.mixed:
-        parts.insert(1, f"omega = {mechanism.mixing_width:.6g}")
+        parts.insert(1, f"omega = {mechanism.mixing_width:.7g}")
     if mechanism.p > 1:
         parts.append(f"p = {mechanism.p}")
     if mechanism.dimension is not None:

@@ -10,6 +10,7 @@ import typer
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.privacy.accountant import guarantee
+from modelmix.privacy.comparison import best_epsilon
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.validation import at_least_zero
 
@@ -23,7 +24,8 @@ def verify(
     """Recompute epsilon from a ledger, without the model, and check a claim against it."""
     book = Ledger.load(ledger)
     result = guarantee(book, delta)
-    holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= result.epsilon
+    best = best_epsilon(book, delta)
+    holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= best.epsilon
     if json:
         print(
             show.as_json(
@@ -31,6 +33,8 @@ def verify(
                     "epsilon": result.epsilon,
                     "delta": delta,
                     "order": result.order,
+                    "best_proved_epsilon": best.epsilon,
+                    "best_proved_accountant": best.accountant,
                     "proved": True,
                     "claim": claim,
                     "claim_holds": holds,
@@ -45,7 +49,7 @@ def verify(
             holds
         ]
         show.table(
-            f"epsilon = {show.up(result.epsilon)} at delta = {delta:g}.{verdict}",
+            f"epsilon = {show.up(best.epsilon)} ({best.accountant}) at delta = {delta:g}.{verdict}",
             ["phase", "steps", " mechanism"],
             rows,
             [show.GUARANTEE],

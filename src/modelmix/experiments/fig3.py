@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """One subfigure: epsilon against steps; ``lines`` maps a truncation to its curve."""
+    """One subfigure: epsilon against steps; ``lines`` maps a truncation to its curve, ``paper`` to the printed end."""
 
     sample_rate: float
     tau: float
@@ -58,6 +58,7 @@ class Panel:
     plain: Array
     lines: dict[int, Array]
     proved: dict[int, Array]
+    paper: dict[int, float]
 
 
 def fractional_curve(mechanism: Mechanism, steps: Array) -> Array:
@@ -112,7 +113,8 @@ def panels() -> list[Panel]:
                 classic = epsilon_curve(mechanism, steps, DELTA, conversion="classic")
                 lines[p] = fractional_curve(mechanism, steps) if p == 1 else classic
                 proved[p] = epsilon_curve(mechanism, steps, DELTA)
-            out.append(Panel(q, tau, steps, plain, lines, proved))
+            printed = {p: PAPER[tau, p] for p in TRUNCATIONS if q == RATES[0]}
+            out.append(Panel(q, tau, steps, plain, lines, proved, printed))
     return out
 
 

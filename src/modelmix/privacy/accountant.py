@@ -110,7 +110,9 @@ def guarantee(
     if pure <= value:
         return Guarantee(pure, delta, math.inf, conversion, "pure: holds with delta = 0 as well")
     reason = None
-    if best == orders.size - 1:
+    if value == 0:
+        reason = "epsilon 0: the total variation distance is proved to be below delta"
+    elif best == orders.size - 1:
         reason = f"Renyi orders above {order:g} could lower epsilon by at most {-math.log(delta) / (order - 1):.1e}"
     return Guarantee(value, delta, order, conversion, reason)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from modelmix.errors import UnprovedError
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.accountant import guarantee
 from modelmix.privacy.calibration import calibrate, smallest_safe
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian
@@ -38,6 +38,7 @@ class Line:
     accountant: str
 
 
+@lru_cache(maxsize=512)
 def pld_epsilon(ledger: Ledger, delta: float) -> float:
     """epsilon of plain Gaussian DP-SGD by privacy-loss distributions; an upper bound.
 
@@ -109,18 +110,28 @@ def _composed(one: Any, steps: int) -> Any:
 
 
 def best_epsilon(ledger: Ledger, delta: float) -> Line:
-    """The smallest proved epsilon: privacy-loss distributions where they are sound, Renyi moments everywhere."""
+    """The smallest proved epsilon: by Renyi moments, or by privacy-loss distributions of the same noise without mixing.
+
+    The second holds for a mixed mechanism as well, because mixing is post-processing of the plain one.
+    """
     renyi = renyi_epsilon(ledger, delta)
-    if all(phase.mechanism.law == "gaussian" and not phase.mechanism.mixed for phase in ledger.phases):
-        by_pld = pld_epsilon(ledger, delta)
+    if all(phase.mechanism.law == "gaussian" for phase in ledger.phases):
+        by_pld = pld_epsilon(unmixed(ledger), delta)
         if by_pld < renyi:
             return Line(by_pld, "PLD")
     return Line(renyi, "RDP")
 
 
 def unmixed(ledger: Ledger) -> Ledger:
-    """The same noise without mixing: plain DP-SGD (truncation alone proves nothing for it)."""
-    return _mapped(ledger, lambda m: replace(m, mixing_width=0.0, p=1, dimension=None))
+    """The same noise on the same clipped gradients, without mixing: plain DP-SGD where the noise is Gaussian."""
+
+    def plain(mechanism: Mechanism) -> Mechanism:
+        if mechanism.law == "gaussian":
+            # Rotation invariance: only the l2 norm counts, however many coordinates carry it.
+            return Mechanism(mechanism.noise_multiplier / mechanism.l2_sensitivity, mechanism.sample_rate)
+        return replace(mechanism, mixing_width=0.0)
+
+    return _mapped(ledger, plain)
 
 
 def equal_variance(ledger: Ledger) -> Ledger:
@@ -148,9 +159,12 @@ def plain_noise_for(epsilon: float, delta: float, sample_rate: float, steps: int
 
 @dataclass(frozen=True)
 class Comparison:
-    """ModelMix beside plain DP-SGD: epsilon at equal noise, and the noise per coordinate at equal epsilon."""
+    """A mechanism beside its yardsticks: epsilon at equal noise, and the noise per coordinate at equal epsilon.
 
-    epsilon: float
+    Standard deviations are those of everything added to one coordinate, over the clip.
+    """
+
+    mechanism: Line
     plain: Line
     equal_variance: Line
     equal_variance_renyi: float
@@ -158,16 +172,17 @@ class Comparison:
     plain_std_at_equal_epsilon: float
 
 
-def compare(mechanism: Mechanism, steps: int, delta: float) -> Comparison:
+def compare(mechanism: Mechanism, delta: float, *, steps: int) -> Comparison:
     """Everything the honest comparison needs, for one phase."""
     ledger = Ledger().add(mechanism, steps)
-    ours = guarantee(ledger, delta)
     twin = equal_variance(ledger)
+    ours = best_epsilon(ledger, delta)
     needed = math.nan
     if 0 < ours.epsilon < math.inf:
-        needed = plain_noise_for(ours.epsilon, delta, mechanism.sample_rate, steps)
+        z = plain_noise_for(ours.epsilon, delta, mechanism.sample_rate, steps)
+        needed = z * mechanism.l2_sensitivity
     return Comparison(
-        epsilon=ours.epsilon,
+        mechanism=ours,
         plain=best_epsilon(unmixed(ledger), delta),
         equal_variance=best_epsilon(twin, delta),
         equal_variance_renyi=renyi_epsilon(twin, delta),

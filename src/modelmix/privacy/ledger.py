@@ -97,7 +97,10 @@ class Ledger:
     def save(self, path: str | Path) -> None:
         """Writes the ledger atomically: the old file or the new one, never half of one."""
         path = Path(path)
+        if path.is_dir():
+            raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -100,6 +100,12 @@ class Mechanism:
             gradient.append((rest, 1))
         return tuple(gradient)
 
+    @cached_property
+    def l2_sensitivity(self) -> float:
+        """Largest l2 norm of a clipped gradient, over the clip: 1, unless truncation or few coordinates lower it."""
+        (_, full), *rest = self.worst_gradient
+        return math.sqrt(full / self.p + sum(count * size**2 for size, count in rest))
+
     def as_dict(self) -> dict[str, object]:
         """The fields as plain data, for a ledger."""
         if not isinstance(self.law, str):
@@ -118,11 +124,12 @@ class Mechanism:
 
 
 def equal_variance_gaussian(mechanism: Mechanism) -> Mechanism:
-    """Plain DP-SGD that adds the same total variance to every coordinate: z_eq^2 = variance of the mixed law.
+    """Plain DP-SGD that adds the same total variance to every coordinate of the same clipped gradients.
 
-    The honest yardstick of mixing: in the small-shift limit no law of this variance beats it (Cramer-Rao).
+    z_eq = (standard deviation of the mixed law) / (largest l2 norm of a clipped gradient). The honest yardstick of
+    mixing: in the small-shift limit no law of this variance beats it (Cramer-Rao).
     """
-    return Mechanism(mechanism.total_std, mechanism.sample_rate)
+    return Mechanism(mechanism.total_std / mechanism.l2_sensitivity, mechanism.sample_rate)
 
 
 def mixing_width(clip: float, tau: float, eta: float, expected_batch: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from modelmix.errors import ModelMixError
-from modelmix.privacy.accountant import epsilon
 from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.privacy.functions import Array
 from modelmix.privacy.ledger import Ledger
@@ -18,8 +16,8 @@ from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import positive
 from modelmix.report import style
 
-_POINTS = 25
-_YARDSTICK_EVERY = 2  # a privacy-loss distribution costs a fraction of a second
+_STEP_POINTS, _WIDTH_POINTS = 17, 33  # a privacy-loss distribution costs a fraction of a second
+_LOOKS = [(style.MIXED, "-"), (style.MIXED_25, "-."), (style.PLAIN, "--"), (style.TWIN, ":")]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Curve:
 
 def over_steps(mechanism: Mechanism, first: float, last: float, delta: float) -> Curve:
     """epsilon after each of some step counts."""
-    x = np.unique(np.round(_grid(max(1.0, first), last)))
+    x = np.unique(np.round(_grid(max(1.0, first), last, _STEP_POINTS)))
     title = (
         f"z = {mechanism.noise_multiplier:.4g}, omega = {mechanism.mixing_width:.4g}, q = {mechanism.sample_rate:.4g}"
     )
@@ -50,28 +48,37 @@ def over_width(mechanism: Mechanism, steps: int, first: float, last: float, delt
     def at(x: float) -> tuple[Mechanism, int]:
         return replace(mechanism, mixing_width=scale * x), steps
 
-    return _curve(axis, title, _grid(first, last), delta, at)
+    return _curve(axis, title, _grid(first, last, _WIDTH_POINTS), delta, at)
 
 
-def _grid(first: float, last: float) -> Array:
+def _grid(first: float, last: float, points: int) -> Array:
     positive("--from", first, "the first value")
     if not last > first:
         raise ModelMixError(f"--to = {last:g} is not allowed: it must be greater than --from = {first:g}.")
-    return np.geomspace(first, last, _POINTS)
+    return np.geomspace(first, last, points)
 
 
 def _curve(axis: str, title: str, x: Array, delta: float, at: Callable[[float], tuple[Mechanism, int]]) -> Curve:
-    runs = [at(value) for value in x]
-    p = runs[0][0].p
-    lines = {f"ModelMix, p = {p}": [epsilon(m, delta, steps=t) for m, t in runs]}
-    if p > 1:
-        lines["ModelMix, p = 1"] = [epsilon(replace(m, p=1, dimension=None), delta, steps=t) for m, t in runs]
-    for name, change in (("same noise, no mixing", unmixed), ("Gaussian of equal variance", equal_variance)):
-        lines[name] = [
-            best_epsilon(change(Ledger().add(m, t)), delta).epsilon if i % _YARDSTICK_EVERY == 0 else math.nan
-            for i, (m, t) in enumerate(runs)
-        ]
-    return Curve(axis, f"{title}, delta = {delta:g}", x, {name: np.array(y) for name, y in lines.items()})
+    books = [Ledger().add(*at(value)) for value in x]
+    last = books[-1].phases[-1].mechanism
+
+    def line(change: Callable[[Ledger], Ledger]) -> Array:
+        return np.array([best_epsilon(change(book), delta).epsilon for book in books])
+
+    if last.mixed:
+        lines = {f"ModelMix, p = {last.p}": line(lambda book: book)}
+        if last.p > 1:
+            lines["ModelMix, p = 1"] = line(_untruncated)
+        lines["same noise, no mixing"] = line(unmixed)
+    else:
+        lines = {"no mixing": line(lambda book: book)}
+    lines["Gaussian of equal variance"] = line(equal_variance)
+    return Curve(axis, f"{last.law}, {title}, delta = {delta:g}", x, lines)
+
+
+def _untruncated(book: Ledger) -> Ledger:
+    phase = book.phases[0]
+    return Ledger().add(replace(phase.mechanism, p=1, dimension=None), phase.steps)
 
 
 def draw(curve: Curve, path: Path) -> list[Path]:
@@ -79,13 +86,15 @@ def draw(curve: Curve, path: Path) -> list[Path]:
     with style.look():
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
-        looks = [(style.MIXED, "-"), (style.MIXED_25, "-."), (style.PLAIN, "--"), (style.TWIN, ":")]
-        if len(curve.lines) < len(looks):
-            del looks[1]
-        for (name, y), (colour, shape) in zip(curve.lines.items(), looks, strict=True):
-            shown = y > 0  # neither 0 nor unknown
+        figure, axes = pyplot.subplots(figsize=(6.4, 4.6), layout="constrained")
+        for i, (name, y) in enumerate(curve.lines.items()):
+            shown = y > 0
+            colour, shape = _LOOKS[i]
+            if name.endswith("no mixing"):
+                colour, shape = style.PLAIN, "--"
+            elif name.startswith("Gaussian"):
+                colour, shape = style.TWIN, ":"
             axes.plot(curve.x[shown], y[shown], shape, color=colour, label=name)
         axes.set(xscale="log", yscale="log", xlabel=curve.axis, ylabel="epsilon", title=curve.title)
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=2)
         return style.save(figure, path)

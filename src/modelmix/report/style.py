@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,15 +49,28 @@ def look() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Writes PNG and SVG beside each other and returns both paths."""
-    from matplotlib import pyplot
-
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+def prepare(path: Path) -> None:
+    """Makes the folder of a plot and refuses a name that cannot be drawn to, before anything is computed."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ModelMixError(f"cannot draw {path}: the name must end in .png, .svg or .pdf.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelMixError(f"cannot write {path}: {error.strerror}.") from None
+    if not os.access(path.parent, os.W_OK):
+        raise ModelMixError(f"cannot write {path}: the folder is not writable.")
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Writes PNG and SVG beside each other, and PDF where the name asks for it; returns the paths."""
+    from matplotlib import pyplot
+
+    prepare(path)
+    written = [path.with_suffix(suffix) for suffix in dict.fromkeys((".png", ".svg", path.suffix))]
+    undated: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    try:
         for target in written:
-            figure.savefig(target, bbox_inches="tight", metadata={"Date": None} if target.suffix == ".svg" else None)
+            figure.savefig(target, bbox_inches="tight", metadata=undated[target.suffix])
     except OSError as error:
         raise ModelMixError(f"cannot write {path}: {error.strerror}.") from None
     finally:
