@@ -7,7 +7,7 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import density
 
@@ -33,9 +33,10 @@ def test_integrates_to_one_and_is_symmetric(law):
 
 
 @pytest.mark.parametrize("family", ["gaussian", "laplace"])
+@settings(max_examples=300)
 @given(z=st.floats(0.05, 50), width=st.floats(1e-7, 1e5), x=st.floats(-400, 400), edge=st.sampled_from([-1, 0, 1]))
 def test_log_density_keeps_its_digits_everywhere(family, z, width, x, edge):
-    """Near both edges, in the flat part and hundreds of scales into the tails, to 1e-13 of the logarithm."""
+    """Near both edges, in the flat part and hundreds of scales into the tails: half of what the moments grant."""
     base = {"gaussian": mm.Gaussian, "laplace": mm.Laplace}[family](z)
     omega = width * z
     law = mm.Mixed(base, omega)
@@ -44,7 +45,8 @@ def test_log_density_keeps_its_digits_everywhere(family, z, width, x, edge):
         point = mp.mpf(x * z) + mp.mpf(edge) * mp.mpf(omega) / 2
         value = density(family, mp.mpf(z), mp.mpf(omega))(point)
         truth = float(mp.log(value))
-    assert ours == pytest.approx(truth, rel=4e-15, abs=2e-14)
+    granted = 8 * np.finfo(float).eps * (1 + 2 * abs(truth) + abs(math.log(z)) + abs(math.log(omega)))
+    assert abs(ours - truth) <= granted / 2
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)

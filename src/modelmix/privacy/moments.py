@@ -9,6 +9,8 @@ error of the rule, what the rule leaves out and the rounding of the logarithms a
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from modelmix.errors import ModelMixError, UnprovedError
@@ -17,7 +19,7 @@ from modelmix.privacy.laws import Law, Mixed, known
 from modelmix.privacy.quadrature import Rule, panel_rule, rule_is_proved, strip_rule
 
 _EPS = float(np.finfo(np.float64).eps)
-_ROUNDING = 8 * _EPS  # relative error granted to one evaluation of a log-density, measured below 3 eps
+_ROUNDING = 8 * _EPS  # error granted to a difference of two log-densities, per unit of what is summed in them
 _CLOSED_FORM = 1e-13  # added to the logarithm of a closed form, many times its rounding
 _PANEL_TOLERANCE = 1e-11
 _PANEL_SAFETY = 10.0
@@ -114,8 +116,7 @@ def _sum(law: Law, shift: float, k: Array, rule: Rule, sample_rate: float = 1.0)
     log_f = np.concatenate([law.log_density(p.x, p.origin) for p in rule.pieces])
     log_shifted = np.concatenate([law.log_density(p.x - shift, p.origin) for p in rule.pieces])
     log_weight = np.log(np.concatenate([p.weight for p in rule.pieces]))
-    known = np.isfinite(log_f) & np.isfinite(log_shifted)
-    if not known.all():
+    if not np.all(np.isfinite(log_f) & np.isfinite(log_shifted)):
         # A density that is exactly 0 where the shifted one is not has no bounded moment; both 0 is no event.
         if np.any(np.isnan(log_f) | np.isnan(log_shifted) | (np.isneginf(log_f) & ~np.isneginf(log_shifted))):
             return np.full(k.shape, np.inf), np.full(k.shape, np.inf)
@@ -123,7 +124,8 @@ def _sum(law: Law, shift: float, k: Array, rule: Rule, sample_rate: float = 1.0)
         log_f, log_weight = log_f[keep], log_weight[keep]
         log_shifted = np.maximum(log_shifted[keep], -1e300)
     u = log_shifted - log_f
-    blur = _ROUNDING * (1 + np.abs(log_f) + np.abs(log_shifted))
+    constants = abs(math.log(law.scale)) + (abs(math.log(law.omega)) if isinstance(law, Mixed) else 0.0)
+    blur = _ROUNDING * (1 + np.abs(log_f) + np.abs(log_shifted) + constants)
     if sample_rate < 1:
         sampled = np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + u)
         near = np.abs(u) < 1

@@ -39,7 +39,9 @@ def orders_at(level: int) -> Array:
     top = _TOPS[level]
     dense = np.arange(2, min(top, 256) + 1)
     steps = np.arange(1, round(32 * math.log2(top / 256)) + 1) if top > 256 else np.array([])
-    return np.unique(np.concatenate([dense, np.round(256 * 2 ** (steps / 32))])).astype(np.float64)
+    orders = np.unique(np.concatenate([dense, np.round(256 * 2 ** (steps / 32))])).astype(np.float64)
+    orders.setflags(write=False)  # shared by every caller
+    return orders
 
 
 @lru_cache(maxsize=8)
@@ -50,6 +52,12 @@ def _log_factorial(level: int) -> Array:
 @lru_cache(maxsize=512)
 def step_curve(mechanism: Mechanism, level: int) -> Array:
     """kappa of one step at ``orders_at(level)``; upper bounds, infinity where nothing finite is known."""
+    kappa = _step_curve(mechanism, level)
+    kappa.setflags(write=False)  # shared by every caller
+    return kappa
+
+
+def _step_curve(mechanism: Mechanism, level: int) -> Array:
     require_facts(mechanism)
     orders = orders_at(level)
     with np.errstate(over="ignore"):
