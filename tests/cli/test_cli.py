@@ -155,6 +155,7 @@ def test_compare(run):
         ["--z", 1, "--omega", 2, "--p", 4, "--q", 0.1, "--steps", 50],
         ["--over", "omega", "--z", 1, "--q", 0.1, "--steps", 50, "--from", 1, "--to", 9],
         ["--over", "tau", "--z", 1, "--clip", 1, "--n", 100, "--batch", 10, "--steps", 50],
+        ["--over", "tau", "--z", 1, "--clip", 1, "--n", 100, "--q", 0.1, "--steps", 50],
     ],
 )
 def test_curve(run, tmp_path, axis):

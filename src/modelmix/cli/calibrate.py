@@ -14,7 +14,7 @@ from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
 from modelmix.privacy import calibration
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.validation import positive
 
 _LONG_NAMES = {"z": "noise_multiplier", "omega": "mixing_width", "q": "sample_rate", "p": "p"}
@@ -67,8 +67,9 @@ def calibrate(
         steps = int(ratios.steps)  # type: ignore[arg-type]
     reached = renyi_epsilon(mechanism, options.delta, steps=steps, conversion=conversion)  # type: ignore[arg-type]
     answer = steps if unknown == "steps" else getattr(mechanism, _LONG_NAMES[unknown])
+    phase = Phase(mechanism, steps)
     if save_ledger is not None:
-        Ledger().add(mechanism, steps).save(save_ledger)
+        Ledger((phase,)).save(save_ledger)
     if json:
         print(
             show.as_json(
@@ -90,7 +91,7 @@ def calibrate(
         f"epsilon {show.up(reached)} (target {epsilon:g}) at delta = {options.delta:g}",
         ["", "value"],
         [[f"[bold]{unknown}[/]", f"[bold]{answer:.7g}[/]"]],
-        [f"phase: {steps:,} steps of {show.describe(mechanism)}", "Rounded to the safe side.", show.GUARANTEE],
+        [show.phase_line(phase), "Rounded to the safe side.", show.GUARANTEE],
     )
 
 

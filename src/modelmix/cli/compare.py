@@ -7,26 +7,24 @@ from dataclasses import asdict
 from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.privacy.comparison import compare as honest_comparison
-from modelmix.privacy.mechanism import Mechanism
 
 
 @takes_mechanism
 def compare(options: MechanismOptions, json: Json = False) -> None:
     """ModelMix, plain DP-SGD and the equal-variance Gaussian: epsilon at equal noise, noise at equal epsilon."""
-    mechanism, steps = options.one_phase()
-    result = honest_comparison(mechanism, options.delta, steps=steps)
+    phase = options.one_phase()
+    result = honest_comparison(phase.mechanism, options.delta, steps=phase.steps)
     if json:
-        print(
-            show.as_json({**asdict(result), "delta": options.delta, "phase": {**mechanism.as_dict(), "steps": steps}})
-        )
+        print(show.as_json({**asdict(result), "delta": options.delta, "phase": phase.as_dict()}))
         return
     std, ours = result.total_std, result.mechanism
+    noise_std = phase.mechanism.noise.variance**0.5
     show.table(
         f"epsilon at equal noise, delta = {options.delta:g}",
         ["", "epsilon", "noise std / clip", " by"],
         [
             ["this mechanism", show.up(ours.epsilon), f"{std:.4f}", ours.accountant],
-            ["the same noise without mixing", show.up(result.plain.epsilon), _noise_std(mechanism),
+            ["the same noise without mixing", show.up(result.plain.epsilon), f"{noise_std:.4f}",
              result.plain.accountant],
             ["plain Gaussian of equal variance", show.up(result.equal_variance.epsilon), f"{std:.4f}",
              result.equal_variance.accountant],
@@ -43,11 +41,7 @@ def compare(options: MechanismOptions, json: Json = False) -> None:
             ["plain Gaussian DP-SGD", f"{needed:.4f}", "x 1", "PLD"],
         ],
         [
-            f"phase: {steps:,} steps of {show.describe(mechanism)}",
+            show.phase_line(phase),
             "Noise std: of everything added to one coordinate, mixing included. At equal epsilon less is better.",
         ],
     )
-
-
-def _noise_std(mechanism: Mechanism) -> str:
-    return f"{mechanism.noise.variance**0.5:.4f}"

@@ -44,20 +44,22 @@ def curve(
             if options.steps is not None:
                 raise ModelMixError("--steps and --to say the same thing here: give one of them.")
             options = replace(options, steps=stop)
-        mechanism, steps = options.one_phase()
-        if steps == 1:
+        phase = options.one_phase()
+        if phase.steps == 1:
             raise ModelMixError("a curve over steps needs at least two of them: give --steps 2 or more.")
-        result = curves.over_steps(mechanism, 1.0 if start is None else start, float(steps), options.delta)
+        result = curves.over_steps(phase.mechanism, 1.0 if start is None else start, float(phase.steps), options.delta)
     else:
         # The axis replaces whatever width was given; in the paper's units one tau/eta is worth ``unit`` of omega.
-        unit = replace(options, tau=1.0, eta=None, omega=None).in_ratios().omega if over == "tau" else None
-        fixed = replace(options, omega=0.0, tau=None, c=None, eta=None)
-        mechanism, steps = fixed.one_phase()
+        unit = None
+        if over == "tau":
+            options = replace(options, tau=1.0, eta=None, omega=None).in_ratios()
+            unit = options.omega
+        phase = replace(options, omega=0.0).one_phase()
         default = (0.01, 1.0) if over == "tau" else (0.1, 100.0)
         first, last = (
             given if given is not None else usual for given, usual in zip((start, stop), default, strict=True)
         )
-        result = curves.over_width(mechanism, steps, first, last, options.delta, unit)
+        result = curves.over_width(phase, first, last, options.delta, unit)
     written = curves.draw(result, out)
     if json:
         lines = {name: line.tolist() for name, line in result.lines.items()}

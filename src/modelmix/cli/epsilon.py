@@ -62,7 +62,7 @@ def epsilon(
             "equal_variance_noise_multiplier": twin_z[0] if len(twin_z) == 1 else twin_z,
             "adjacency": "add or remove one sample",
             "steps": ledger.steps,
-            "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in ledger.phases],
+            "phases": [phase.as_dict() for phase in ledger.phases],
         }
         if for_epsilon is not None:
             out |= {"for_epsilon": for_epsilon, "delta_for_epsilon": other_delta}
@@ -72,7 +72,6 @@ def epsilon(
                 out["rdp_per_step"] = out["rdp_per_step"][0]
         print(show.as_json(out))
         return
-    phases = [f"{phase.steps:,} steps of {show.describe(phase.mechanism)}" for phase in ledger.phases]
     law = "plain DP-SGD" if all(phase.mechanism.law == "gaussian" for phase in ledger.phases) else "same noise"
     z = f"z = {twin_z[0]:.4g}" if len(twin_z) == 1 else "phase by phase"
     rows = [
@@ -88,7 +87,7 @@ def epsilon(
     ]
     if other_delta is not None:
         rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "Renyi, improved"])
-    notes = [f"phase: {phase}" for phase in phases] + ([improved.reason] if improved.reason else [])
+    notes = [show.phase_line(phase) for phase in ledger.phases] + ([improved.reason] if improved.reason else [])
     if best.epsilon < improved.epsilon:
         notes.append(f"{show.up(best.epsilon)} is proved for this mechanism too, {best.accountant} without mixing.")
     notes.append(show.GUARANTEE)

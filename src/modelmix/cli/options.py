@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from modelmix.errors import ModelMixError
-from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism, mixing_width
 from modelmix.privacy.validation import rate, whole
 
@@ -110,12 +110,12 @@ class MechanismOptions:
             raise ModelMixError("nothing to account for: give --z, --q and --steps (see --help), or --ledger FILE.")
         return out
 
-    def one_phase(self) -> tuple[Mechanism, int]:
+    def one_phase(self) -> Phase:
         """The only phase, for commands that vary one of its numbers."""
         ledger = self.phases()
         if len(ledger.phases) != 1:
             raise ModelMixError("this command takes one phase: give a ledger of one phase, or the options of one.")
-        return ledger.phases[0].mechanism, ledger.phases[0].steps
+        return ledger.phases[0]
 
 
 def takes_mechanism(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism
 
 GUARANTEE = (
@@ -27,13 +27,13 @@ def up(value: float, decimals: int = 4) -> str:
         return "inf"
     if value >= 1e6:
         return f"{rounded(value, ROUND_CEILING, 6):.5e}"
-    return f"{math.ceil(value * 10**decimals - 1e-9) / 10**decimals:.{decimals}f}"
+    return f"{Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_CEILING):f}"
 
 
 def rounded(value: float, direction: str, digits: int = 7) -> float:
     """``value`` to some significant digits, in the direction that is safe for what it is."""
     exact = Decimal(value)
-    return float(exact.quantize(Decimal((0, (1,), exact.adjusted() - digits + 1)), direction)) if value else 0.0
+    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), direction)) if value else 0.0
 
 
 def as_json(data: Any) -> str:
@@ -73,6 +73,11 @@ def describe(mechanism: Mechanism) -> str:
     if mechanism.dimension is not None:
         parts.append(f"d = {mechanism.dimension}")
     return ", ".join(parts)
+
+
+def phase_line(phase: Phase) -> str:
+    """A phase in one line, for the notes under a table."""
+    return f"phase: {phase.steps:,} steps of {describe(phase.mechanism)}"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:

@@ -39,7 +39,7 @@ def verify(
                     "claim": claim,
                     "claim_holds": holds,
                     "steps": book.steps,
-                    "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in book.phases],
+                    "phases": [phase.as_dict() for phase in book.phases],
                 }
             )
         )

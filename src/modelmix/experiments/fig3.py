@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -69,6 +70,7 @@ def fractional_curve(mechanism: Mechanism, steps: Array) -> Array:
     return np.asarray(np.min(np.outer(steps, divergence) + price, axis=1))
 
 
+@lru_cache(maxsize=8)
 def noise_multiplier(sample_rate: float) -> float:
     """z at which plain DP-SGD has epsilon 200 after 5,000 steps (fractional orders, classic conversion)."""
 
@@ -110,8 +112,10 @@ def panels() -> list[Panel]:
             lines, proved = {}, {}
             for p in TRUNCATIONS:
                 mechanism = mechanism_of(q, tau, p, z)
-                classic = epsilon_curve(mechanism, steps, DELTA, conversion="classic")
-                lines[p] = fractional_curve(mechanism, steps) if p == 1 else classic
+                if p == 1:
+                    lines[p] = fractional_curve(mechanism, steps)
+                else:
+                    lines[p] = epsilon_curve(mechanism, steps, DELTA, conversion="classic")
                 proved[p] = epsilon_curve(mechanism, steps, DELTA)
             printed = {p: PAPER[tau, p] for p in TRUNCATIONS if q == RATES[0]}
             out.append(Panel(q, tau, steps, plain, lines, proved, printed))

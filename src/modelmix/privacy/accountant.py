@@ -54,7 +54,12 @@ def _phases(source: Mechanism | Ledger, steps: int | None) -> tuple[Phase, ...]:
         return source.phases
     if steps is None:
         raise ModelMixError("say for how many steps: steps = a whole number, 1 or more.")
-    return (Phase(source, whole("steps", steps, "the number of steps", least=1)),)
+    return (Phase(source, steps),)
+
+
+def _pure(phases: Iterable[Phase]) -> float:
+    """The worst case of all the steps: epsilon with delta = 0, infinite but for Laplace noise."""
+    return sum(phase.steps * worst_loss(phase.mechanism) for phase in phases)
 
 
 def renyi_curve(source: Mechanism | Ledger, steps: int | None = None, level: int = 0) -> tuple[Array, Array]:
@@ -95,7 +100,7 @@ def guarantee(
     phases = _phases(source, steps)
     if not phases:
         return Guarantee(0.0, delta, 0.0, conversion)
-    pure = sum(phase.steps * worst_loss(phase.mechanism) for phase in phases)
+    pure = _pure(phases)
     for level in range(LAST_LEVEL + 1):
         orders, kappa = orders_at(level), _compose(phases, level)
         if conversion == "improved":
@@ -138,7 +143,7 @@ def delta(
     """The smallest delta the moments prove at ``epsilon``; 1 where they prove nothing."""
     epsilon = at_least_zero("epsilon", epsilon, "the privacy loss")
     phases = _phases(source, steps)
-    if not phases or sum(phase.steps * worst_loss(phase.mechanism) for phase in phases) <= epsilon:
+    if not phases or _pure(phases) <= epsilon:
         return 0.0
     for level in range(LAST_LEVEL + 1):
         orders, kappa = refine(orders_at(level), _compose(phases, level))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from modelmix.errors import ModelMixError
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
@@ -14,10 +14,8 @@ from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.renyi import Conversion
 from modelmix.privacy.validation import positive, whole
 
-Unknown = Literal["noise_multiplier", "mixing_width", "sample_rate", "steps", "p"]
-
 _LEAST, _MOST = 1e-9, 1e12
-_LARGEST_COUNT = 10**15
+_LARGEST_COUNT = 2**50
 
 
 def smallest_safe(
@@ -45,19 +43,18 @@ def smallest_safe(
     return high
 
 
-def _last_safe_count(value: Callable[[int], float], target: float, name: str) -> int:
-    """The largest whole number with value <= target, for a rising function."""
-    if not value(1) <= target:
-        raise ModelMixError(f"epsilon = {target:g} cannot be reached even with {name} = 1: use more noise.")
-    low, high = 1, 2
-    while value(high) <= target:
-        low, high = high, 2 * high
+def _first(holds: Callable[[int], bool]) -> int | None:
+    """The smallest whole number from 1 on for which ``holds`` is true and stays so; None past any use."""
+    high = 1
+    while not holds(high):
+        high *= 2
         if high > _LARGEST_COUNT:
-            return low
+            return None
+    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if value(middle) <= target else (low, middle)
-    return low
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def calibrate(
@@ -118,27 +115,20 @@ def calibrate(
         else:
             answer = 1 / smallest_safe(lambda x: value(1 / x), epsilon, start=2.0, tolerance=tolerance, name="1/q")
     else:
-        answer = _smallest_p(value, epsilon)
-    return with_unknown(answer)
-
-
-def _smallest_p(value: Callable[[float], float], target: float) -> int:
-    high = 1
-    while not value(high) <= target:
-        high *= 2
-        if high > _LARGEST_COUNT:
+        p_enough = _first(lambda p: value(p) <= epsilon)
+        if p_enough is None:
             raise ModelMixError(
-                f"epsilon = {target:g} cannot be reached with any p: truncation alone is not enough; "
+                f"epsilon = {epsilon:g} cannot be reached with any p: truncation alone is not enough; "
                 "use more noise or wider mixing."
             )
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if value(middle) <= target else (middle, high)
-    return high
+        answer = p_enough
+    return with_unknown(answer)
 
 
 def max_steps(mechanism: Mechanism, *, epsilon: float, delta: float, conversion: Conversion = "improved") -> int:
     """The largest number of steps whose epsilon is at most the target."""
     epsilon = positive("epsilon", epsilon, "the target epsilon")
-    return _last_safe_count(lambda t: renyi_epsilon(mechanism, delta, steps=t, conversion=conversion), epsilon, "steps")
+    too_many = _first(lambda t: not renyi_epsilon(mechanism, delta, steps=t, conversion=conversion) <= epsilon)
+    if too_many == 1:
+        raise ModelMixError(f"epsilon = {epsilon:g} cannot be reached even with steps = 1: use more noise.")
+    return _LARGEST_COUNT if too_many is None else too_many - 1

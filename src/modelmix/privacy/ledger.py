@@ -35,6 +35,10 @@ class Phase:
             raise ModelMixError(f"{self.mechanism!r} is not a Mechanism.")
         object.__setattr__(self, "steps", whole("steps", self.steps, "the number of steps", least=1))
 
+    def as_dict(self) -> dict[str, object]:
+        """The fields of the mechanism and the steps, as plain data."""
+        return {**self.mechanism.as_dict(), "steps": self.steps}
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -63,7 +67,7 @@ class Ledger:
         body = {
             "schema": SCHEMA,
             "version": VERSION,
-            "phases": [{**phase.mechanism.as_dict(), "steps": phase.steps} for phase in self.phases],
+            "phases": [phase.as_dict() for phase in self.phases],
         }
         return json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
 

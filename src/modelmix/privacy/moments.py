@@ -24,6 +24,7 @@ _CLOSED_FORM = 1e-13  # added to the logarithm of a closed form, many times its 
 _PANEL_TOLERANCE = 1e-11
 _PANEL_SAFETY = 10.0
 _PANEL_WORST = 1e-6
+_MOST_HALVINGS = 7
 _DENSE, _FAR, _TOO_FAR = 256.0, 60.0, 2e4
 """Peaks (k * shift, in scales) beyond _FAR are summed for orders up to _DENSE only, and never beyond _TOO_FAR."""
 _NEGLIGIBLE = 1e-12  # shifts and widths below this many scales are lost in rounding
@@ -90,7 +91,7 @@ def _summed(law: Law, shift: float, k: Array) -> Array:
     if rule_is_proved(law):
         return _sum(law, shift, k, strip_rule(law, shift, top))[1]
     coarse, _ = _sum(law, shift, k, panel_rule(law, shift, top, 0))
-    for halvings in range(1, 8):
+    for halvings in range(1, _MOST_HALVINGS + 1):
         fine, bound = _sum(law, shift, k, panel_rule(law, shift, top, halvings))
         if np.all(np.isposinf(fine)):
             return fine
@@ -98,7 +99,7 @@ def _summed(law: Law, shift: float, k: Array) -> Array:
             change = np.nan_to_num(np.abs(np.expm1(coarse - fine)), nan=np.inf)
             rounding = np.expm1(bound - fine)
         settled = change <= np.maximum(_PANEL_TOLERANCE, rounding)
-        if np.all(settled) or (halvings == 7 and np.all(change < _PANEL_WORST)):
+        if np.all(settled) or (halvings == _MOST_HALVINGS and np.all(change < _PANEL_WORST)):
             return bound + np.log1p(_PANEL_SAFETY * change)
         coarse = fine
     raise UnprovedError(

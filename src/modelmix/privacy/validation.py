@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 
 from modelmix.errors import ModelMixError
@@ -22,42 +23,35 @@ def _number(name: str, value: object, meaning: str, allowed: str) -> float:
     raise ModelMixError(f"{name} = {value!r} is not a finite number: {meaning} must be {allowed}.")
 
 
-def positive(name: str, value: object, meaning: str, most: float = math.inf) -> float:
-    allowed = "greater than 0" if math.isinf(most) else f"greater than 0 and at most {most:g}"
+def _checked(name: str, value: object, meaning: str, allowed: str, holds: Callable[[float], bool]) -> float:
     number = _number(name, value, meaning, allowed)
-    if not 0 < number <= most:
+    if not holds(number):
         raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be {allowed}.")
     return number
+
+
+def positive(name: str, value: object, meaning: str, most: float = math.inf) -> float:
+    allowed = "greater than 0" if math.isinf(most) else f"greater than 0 and at most {most:g}"
+    return _checked(name, value, meaning, allowed, lambda number: 0 < number <= most)
 
 
 def at_least_zero(name: str, value: object, meaning: str, most: float = math.inf) -> float:
     allowed = "0 or more" if math.isinf(most) else f"0 or more and at most {most:g}"
-    number = _number(name, value, meaning, allowed)
-    if not 0 <= number <= most:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be {allowed}.")
-    return number
+    return _checked(name, value, meaning, allowed, lambda number: 0 <= number <= most)
 
 
 def rate(name: str, value: object, meaning: str) -> float:
-    number = _number(name, value, meaning, "greater than 0 and at most 1")
-    if not 0 < number <= 1:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be greater than 0 and at most 1.")
-    return number
+    return positive(name, value, meaning, most=1.0)
 
 
 def probability(name: str, value: object, meaning: str) -> float:
-    number = _number(name, value, meaning, "strictly between 0 and 1")
-    if not 0 < number < 1:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be strictly between 0 and 1.")
-    return number
+    return _checked(name, value, meaning, "strictly between 0 and 1", lambda number: 0 < number < 1)
 
 
 def whole(name: str, value: object, meaning: str, least: int) -> int:
     """A whole number; 5.0 is taken as 5, 2.5 is refused."""
     allowed = f"a whole number, {least} or more"
-    number = _number(name, value, meaning, allowed)
-    if number != math.floor(number) or number < least:
-        raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be {allowed}.")
+    number = _checked(name, value, meaning, allowed, lambda number: number >= least and number == math.floor(number))
     if number > _LARGEST_COUNT:
         raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be at most {_LARGEST_COUNT:.0e}.")
     return int(value) if isinstance(value, Integral) else int(number)

@@ -11,13 +11,18 @@ import numpy as np
 from modelmix.errors import ModelMixError
 from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.privacy.functions import Array
-from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import positive
 from modelmix.report import style
 
 _STEP_POINTS, _WIDTH_POINTS = 17, 33  # a privacy-loss distribution costs a fraction of a second
-_LOOKS = [(style.MIXED, "-"), (style.MIXED_25, "-."), (style.PLAIN, "--"), (style.TWIN, ":")]
+_MIXED_LOOKS = ((style.MIXED, "-"), (style.MIXED_25, "-."))
+_YARDSTICK_LOOKS = {
+    "no mixing": (style.PLAIN, "--"),
+    "same noise, no mixing": (style.PLAIN, "--"),
+    "Gaussian of equal variance": (style.TWIN, ":"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,15 @@ def over_steps(mechanism: Mechanism, first: float, last: float, delta: float) ->
     return _curve("steps", title, x, delta, lambda t: (mechanism, int(t)))
 
 
-def over_width(mechanism: Mechanism, steps: int, first: float, last: float, delta: float, unit: float | None) -> Curve:
+def over_width(phase: Phase, first: float, last: float, delta: float, unit: float | None) -> Curve:
     """epsilon against omega, or against tau/eta where ``unit`` gives omega per tau/eta."""
     axis = "mixing width omega" if unit is None else "mixing threshold tau / eta"
-    title = f"z = {mechanism.noise_multiplier:.4g}, q = {mechanism.sample_rate:.4g}, {steps:,} steps"
+    mechanism = phase.mechanism
+    title = f"z = {mechanism.noise_multiplier:.4g}, q = {mechanism.sample_rate:.4g}, {phase.steps:,} steps"
     scale = 1.0 if unit is None else unit
 
     def at(x: float) -> tuple[Mechanism, int]:
-        return replace(mechanism, mixing_width=scale * x), steps
+        return replace(mechanism, mixing_width=scale * x), phase.steps
 
     return _curve(axis, title, _grid(first, last, _WIDTH_POINTS), delta, at)
 
@@ -87,13 +93,10 @@ def draw(curve: Curve, path: Path) -> list[Path]:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(6.4, 4.6), layout="constrained")
-        for i, (name, y) in enumerate(curve.lines.items()):
+        mixed_looks = iter(_MIXED_LOOKS)
+        for name, y in curve.lines.items():
             shown = y > 0
-            colour, shape = _LOOKS[i]
-            if name.endswith("no mixing"):
-                colour, shape = style.PLAIN, "--"
-            elif name.startswith("Gaussian"):
-                colour, shape = style.TWIN, ":"
+            colour, shape = _YARDSTICK_LOOKS.get(name) or next(mixed_looks)
             axes.plot(curve.x[shown], y[shown], shape, color=colour, label=name)
         axes.set(xscale="log", yscale="log", xlabel=curve.axis, ylabel="epsilon", title=curve.title)
         figure.legend(loc="outside lower center", ncols=2)
