@@ -54,6 +54,17 @@ def test_noise_of_the_transforms_never_lowers_a_line(z, steps, delta, exact):
     assert best_epsilon(plain(z, 1.0, steps), delta).epsilon >= exact * (1 - 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("z", "q", "steps"),
+    [(267.732456453277, 1.045160296424083e-06, 21_945_017), (1000.0, 1e-5, 10**8), (300.0, 1e-4, 10**6)],
+)
+def test_a_breakdown_of_the_library_leaves_the_renyi_value(z, q, steps):
+    """With buckets of 1e-9 its probabilities are differences of rounding errors, and its transforms overflow."""
+    line = best_epsilon(plain(z, q, steps), 1e-5)
+    assert line.accountant == "RDP"
+    assert line.epsilon == mm.epsilon(mm.Mechanism(z, q), 1e-5, steps=steps)
+
+
 @settings(max_examples=15)
 @given(z=st.floats(0.5, 20), q=st.floats(1e-3, 0.5), steps=st.integers(1, 10**4))
 def test_best_is_never_above_either(z, q, steps):

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from modelmix.errors import UnprovedError
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
 from modelmix.privacy.calibration import calibrate, smallest_safe
@@ -24,7 +26,8 @@ from modelmix.privacy.validation import probability
 
 _RESOLUTION = 2e4  # buckets per epsilon; the pessimistic rounding costs a few parts in this many
 _STEP_LOSS = 1e-3  # what all the steps' rounding may add to epsilon, as a fraction
-_COARSEST = 0.5
+_FINEST, _COARSEST = 1e-6, 0.5  # below the finest, probabilities are differences of rounding errors
+_LOST_MASS, _MOST_MASS = 1e-2, 1.001  # the first as a fraction of delta
 _MOST_BUCKETS = 4e4  # for the loss of one step
 _STAGE = 10_000
 _FFT_NOISE = 1e-11  # against the exact Gaussian, delta was never off by more than 2e-13
@@ -75,22 +78,30 @@ def _pld_at(ledger: Ledger, delta: float, rough: float) -> float:
     # A bucket i costs about i^2/8 per step, and epsilon/i buckets are needed.
     interval = min(rough / _RESOLUTION, math.sqrt(8 * _STEP_LOSS * rough / ledger.steps))
     interval = min(max(interval, max(spans) / _MOST_BUCKETS), _COARSEST)
-    if max(rough, *spans) / interval > 50 * _MOST_BUCKETS:
+    if interval < _FINEST or max(rough, *spans) / interval > 50 * _MOST_BUCKETS:
         return math.inf
 
     from dp_accounting.pld import privacy_loss_distribution as pld  # heavy: over half a second
 
     total = None
-    for phase in ledger.phases:
-        one = pld.from_gaussian_mechanism(
-            phase.mechanism.noise_multiplier,
-            sampling_prob=phase.mechanism.sample_rate,
-            value_discretization_interval=interval,
-        )
-        many = _composed(one, phase.steps)
-        total = many if total is None else total.compose(many)
-    assert total is not None
-    return float(total.get_epsilon_for_delta(delta))
+    try:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            for phase in ledger.phases:
+                one = pld.from_gaussian_mechanism(
+                    phase.mechanism.noise_multiplier,
+                    sampling_prob=phase.mechanism.sample_rate,
+                    value_discretization_interval=interval,
+                )
+                many = _composed(one, phase.steps)
+                total = many if total is None else total.compose(many)
+            assert total is not None
+            # All the mass must still be there. A little too much only raises delta; much too much is a breakdown.
+            mass = total.get_delta_for_epsilon(-100 - 10 * rough)
+            if not 1 - _LOST_MASS * delta <= mass <= _MOST_MASS:
+                return math.inf
+            return float(total.get_epsilon_for_delta(delta))
+    except (ArithmeticError, IndexError):  # the library broke down; the Renyi value stands
+        return math.inf
 
 
 def _step_span(mechanism: Mechanism) -> float:
