@@ -75,7 +75,7 @@ def _loads(text):
     ("change", "message"),
     [
         ({"schema": "something-else"}, "schema"),
-        ({"version": 2}, "version 2 is unknown"),
+        ({"version": 3}, "version 3 is unknown"),
         ({"version": None}, "version"),
         ({"phases": {}}, "phases"),
         ({"extra": 1}, "exactly"),

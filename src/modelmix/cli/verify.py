@@ -16,13 +16,16 @@ from modelmix.privacy.validation import at_least_zero
 
 
 def verify(
-    ledger: Annotated[Path, typer.Argument(help="A ledger file.", metavar="LEDGER.json")],
+    ledger: Annotated[Path, typer.Argument(help="A run folder, or a ledger file.", metavar="RUN")],
     delta: Annotated[float, typer.Option(help="Failure probability.")] = 1e-5,
     claim: Annotated[float | None, typer.Option(help="An epsilon to check: exit code 1 if it is too small.")] = None,
     json: Json = False,
 ) -> None:
     """Recompute epsilon from a ledger, without the model, and check a claim against it."""
-    book = Ledger.load(ledger)
+    book = Ledger.load(ledger / "ledger.json" if ledger.is_dir() else ledger)
+    if book.unproved and json:
+        print(show.as_json({"epsilon": None, "delta": delta, "proved": False, "unproved": list(book.unproved)}))
+        raise typer.Exit(1)
     result = guarantee(book, delta)
     best = best_epsilon(book, delta)
     holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= best.epsilon

@@ -51,6 +51,7 @@ def _phases(source: Mechanism | Ledger, steps: int | None) -> tuple[Phase, ...]:
     if isinstance(source, Ledger):
         if steps is not None:
             raise ModelMixError("a ledger knows its steps: leave steps out.")
+        source.require_proof()
         return source.phases
     if steps is None:
         raise ModelMixError("say for how many steps: steps = a whole number, 1 or more.")

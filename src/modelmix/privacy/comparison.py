@@ -50,6 +50,7 @@ def pld_epsilon(ledger: Ledger, delta: float) -> float:
     delta = probability("delta", delta, "the failure probability") - _FFT_NOISE * (1 + len(ledger.phases))
     if delta <= 0:
         return math.inf
+    ledger.require_proof()
     for phase in ledger.phases:
         if phase.mechanism.mixed or phase.mechanism.law != "gaussian":
             raise UnprovedError(
@@ -151,7 +152,7 @@ def equal_variance(ledger: Ledger) -> Ledger:
 
 
 def _mapped(ledger: Ledger, change: Callable[[Mechanism], Mechanism]) -> Ledger:
-    out = Ledger()
+    out = Ledger(unproved=ledger.unproved)
     for phase in ledger.phases:
         out = out.add(change(phase.mechanism), phase.steps)
     return out

@@ -3,24 +3,27 @@
 It is saved as JSON beside every checkpoint, and anyone can recompute epsilon from it without the model. Two equal
 phases in a row become one. The file carries a digest of its content, so that a truncated or edited ledger is refused;
 the digest guards against accidents and sloppy edits, not against a forger.
+
+A run that broke a rule of the proof keeps a ledger too, with the rules it broke; no epsilon is ever computed from it.
+Such files have version 2, so that a program that knows nothing of them refuses them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from modelmix.errors import ModelMixError
+from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.files import write_atomically
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import whole
 
 SCHEMA = "modelmix-ledger"
 VERSION = 1
+UNPROVED_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,48 @@ class Phase:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Phases in the order in which they ran. Immutable: ``add`` returns a longer ledger."""
+    """Phases in the order in which they ran. Immutable: ``add`` returns a longer ledger.
+
+    Args:
+        phases: what ran.
+        unproved: the rules of the proof that were broken, in words; empty for an honest run.
+    """
 
     phases: tuple[Phase, ...] = field(default=())
+    unproved: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
         if not all(isinstance(phase, Phase) for phase in self.phases):
             raise ModelMixError("a ledger is made of phases: use Ledger().add(mechanism, steps).")
+        object.__setattr__(self, "unproved", tuple(self.unproved))
+        if not all(isinstance(reason, str) and reason for reason in self.unproved):
+            raise ModelMixError("the broken rules of a ledger are written in words.")
 
     def add(self, mechanism: Mechanism, steps: int = 1) -> Ledger:
         """This ledger followed by ``steps`` steps of ``mechanism``."""
         new = Phase(mechanism, steps)
         if self.phases and self.phases[-1].mechanism == mechanism:
-            return Ledger((*self.phases[:-1], Phase(mechanism, self.phases[-1].steps + new.steps)))
-        return Ledger((*self.phases, new))
+            return replace(self, phases=(*self.phases[:-1], Phase(mechanism, self.phases[-1].steps + new.steps)))
+        return replace(self, phases=(*self.phases, new))
+
+    def mechanism_at(self, step: int) -> Mechanism:
+        """The mechanism of a step, counted from 1."""
+        seen = 0
+        for phase in self.phases:
+            seen += phase.steps
+            if step <= seen:
+                return phase.mechanism
+        raise ModelMixError(f"step {step} is past the end of a ledger of {seen} steps.")
+
+    def require_proof(self) -> None:
+        """Raises ``UnprovedError`` if a rule was broken."""
+        if self.unproved:
+            raise UnprovedError(
+                "a step does what its mechanism says",
+                f"this run was not private training: {'; '.join(self.unproved)}.",
+                "Its epsilon is not proved; train with a mechanism that is.",
+            )
 
     @property
     def steps(self) -> int:
@@ -64,11 +94,13 @@ class Ledger:
 
     def to_json(self) -> str:
         """The ledger as text, with its schema, version and digest."""
-        body = {
+        body: dict[str, object] = {
             "schema": SCHEMA,
-            "version": VERSION,
+            "version": UNPROVED_VERSION if self.unproved else VERSION,
             "phases": [phase.as_dict() for phase in self.phases],
         }
+        if self.unproved:
+            body["unproved"] = list(self.unproved)
         return json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
 
     @classmethod
@@ -80,17 +112,22 @@ class Ledger:
             raise ModelMixError("the ledger is not whole JSON: it was cut off or edited; restore the file.") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ModelMixError(f'this is not a ledger: its "schema" must be "{SCHEMA}".')
-        if type(data.get("version")) is not int or data["version"] != VERSION:
+        if type(data.get("version")) is not int or data["version"] not in (VERSION, UNPROVED_VERSION):
             raise ModelMixError(
-                f"ledger version {data.get('version')!r} is unknown: this program reads version {VERSION}; "
-                "use the program that wrote the file."
+                f"ledger version {data.get('version')!r} is unknown: this program reads versions {VERSION} and "
+                f"{UNPROVED_VERSION}; use the program that wrote the file."
             )
-        if set(data) != {"schema", "version", "phases", "digest"} or not isinstance(data["phases"], list):
-            raise ModelMixError('a ledger has exactly "schema", "version", "phases" (a list) and "digest".')
+        reasons = data.get("unproved", [])
+        lists = ["phases", "unproved"] if data["version"] == UNPROVED_VERSION else ["phases"]
+        if set(data) != {"schema", "version", *lists, "digest"} or not all(isinstance(data[k], list) for k in lists):
+            wanted = " and ".join(f'"{name}" (a list)' for name in lists)
+            raise ModelMixError(f'a ledger has exactly "schema", "version", {wanted} and "digest".')
+        if data["version"] == UNPROVED_VERSION and not reasons:
+            raise ModelMixError("a ledger of version 2 names at least one broken rule.")
         body = {key: value for key, value in data.items() if key != "digest"}
         if data["digest"] != _digest(body):
             raise ModelMixError("the ledger's digest does not match its content: it was edited; restore the file.")
-        ledger = cls()
+        ledger = cls(unproved=tuple(reasons))
         for entry in data["phases"]:
             if not isinstance(entry, dict) or "steps" not in entry:
                 raise ModelMixError('every phase of a ledger is an object with "steps" and a mechanism.')
@@ -100,23 +137,7 @@ class Ledger:
 
     def save(self, path: str | Path) -> None:
         """Writes the ledger atomically: the old file or the new one, never half of one."""
-        path = Path(path)
-        if path.is_dir():
-            raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(self.to_json())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-        except OSError as error:
-            raise ModelMixError(f"cannot write {path}: {error.strerror}.") from None
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Ledger:

@@ -1,0 +1,53 @@
+"""Writing a file so that a reader, or a power cut, meets the old one or the new one and never half of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from modelmix.errors import ModelMixError
+
+
+def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = False) -> None:
+    """Replaces ``path`` by ``content`` in one step; the folder is made if need be.
+
+    A ``secret`` file is readable by its owner only; any other gets the usual permissions.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if not secret:
+                os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise ModelMixError(f"cannot write {path}: {error.strerror or error}.") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the renaming itself durable, where the system lets a folder be opened."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
