@@ -1,0 +1,97 @@
+"""Networks by name: those of ModelMix, or ``package.module:function`` of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from torch import nn
+
+from modelmix.errors import ModelMixError
+from modelmix.models.networks import cnn, linear, mlp
+from modelmix.privacy.validation import whole
+
+Shape = tuple[int, ...]
+
+
+def _cnn(shape: Shape, classes: int) -> nn.Module:
+    if len(shape) != 3:
+        raise ModelMixError(f"model 'cnn' takes images C x H x W, not samples of shape {shape}: use linear or mlp.")
+    return cnn(shape[0], (shape[1], shape[2]), classes)
+
+
+_BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "cnn": _cnn,
+    "linear": lambda shape, classes: linear(math.prod(shape), classes),
+    "mlp": lambda shape, classes: mlp(math.prod(shape), classes),
+}
+
+NAMES = tuple(_BUILDERS)
+"""The names that `build` knows."""
+
+
+def build(name: str, shape: Shape, classes: int) -> nn.Module:
+    """A new network with fresh weights, drawn from torch's global generator.
+
+    Args:
+        name: one of `NAMES`, or "package.module:function"; the current folder is searched first. The function is called
+            as function(shape, classes) and returns a torch.nn.Module that takes floats and returns scores N x classes.
+            Naming a function runs its code.
+        shape: of one sample, without the batch: (C, H, W) or (D,).
+        classes: the number of classes, 2 or more.
+    """
+    shape = tuple(whole("shape", side, "each side of a sample", 1) for side in shape)
+    classes = whole("classes", classes, "the number of classes", 2)
+    if name in _BUILDERS:
+        return _BUILDERS[name](shape, classes)
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ModelMixError(
+            f"model {name!r} is not known: allowed are {', '.join(NAMES)} or package.module:function. "
+            "Check the spelling."
+        )
+    return _build_own(name, module, function, shape, classes)
+
+
+def _build_own(name: str, module: str, function: str, shape: Shape, classes: int) -> nn.Module:
+    with _current_folder_importable():
+        try:
+            builder = getattr(importlib.import_module(module), function)
+        except Exception as error:  # whatever the user's module raises
+            raise ModelMixError(
+                f"model {name!r} cannot be imported: {_one_line(error)}. It must be package.module:function, "
+                "importable from the current folder."
+            ) from error
+        try:
+            model = builder(shape, classes)
+        except Exception as error:
+            raise ModelMixError(
+                f"model {name!r} failed: {_one_line(error)}. It is called as {function}({shape}, {classes}), with the "
+                "shape of a sample and the number of classes, and must return a torch.nn.Module."
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelMixError(
+            f"model {name!r} returned {type(model).__name__}: {function}(shape, classes) must return a torch.nn.Module."
+        )
+    return model
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """An installed command, unlike ``python -m``, does not look into the current folder by itself."""
+    folder = os.getcwd()
+    importlib.invalidate_caches()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # already gone when the imported code has put sys.path in order itself
+            sys.path.remove(folder)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
