@@ -6,6 +6,8 @@
 7.25
 """
 
+from typing import Any
+
 from modelmix._version import __version__
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
@@ -15,7 +17,10 @@ from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 
+_TRAINING = ("Clip", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
+
 __all__ = [
+    "Clip",
     "Gaussian",
     "Guarantee",
     "Laplace",
@@ -24,16 +29,32 @@ __all__ = [
     "Mechanism",
     "Mixed",
     "ModelMixError",
+    "Performance",
+    "Schedule",
+    "Trainer",
     "UnprovedError",
     "__version__",
     "calibrate",
+    "clipped_sum",
     "compare",
     "delta",
     "epsilon",
     "epsilon_curve",
     "equal_variance_gaussian",
     "guarantee",
+    "make_private",
     "max_steps",
     "mixing_width",
     "rdp",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Training needs torch; an epsilon must not.
+    if name not in _TRAINING:
+        raise AttributeError(f"module 'modelmix' has no attribute {name!r}")
+    try:
+        from modelmix import training
+    except ModuleNotFoundError as error:
+        raise ModelMixError(f"{name} needs {error.name}: install it with pip install 'modelmix[train]'.") from None
+    return getattr(training, name)

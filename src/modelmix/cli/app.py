@@ -12,7 +12,9 @@ from modelmix.cli.calibrate import calibrate
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
 from modelmix.cli.epsilon import epsilon
+from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
+from modelmix.cli.train import train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
 
@@ -42,7 +44,9 @@ def _root(
     pass
 
 
-_COMMANDS = {command.__name__: command for command in (epsilon, calibrate, compare, curve, verify, reproduce)}
+_COMMANDS = {
+    command.__name__: command for command in (train, epsilon, calibrate, compare, curve, verify, report, reproduce)
+}
 for _command in _COMMANDS.values():
     app.command()(_command)
 

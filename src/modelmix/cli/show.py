@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Decimal
+from decimal import Decimal
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from modelmix.privacy.ledger import Ledger, Phase
+from modelmix.privacy.ledger import Phase
 from modelmix.privacy.mechanism import Mechanism
+from modelmix.report.words import assumptions, up
+
+__all__ = ["GUARANTEE", "as_json", "assumptions", "describe", "phase_line", "rounded", "table", "up"]
 
 GUARANTEE = (
     "Holds when one sample is added or removed, for Poisson sampling, against one who sees every released state."
 )
-
-
-def up(value: float, decimals: int = 4) -> str:
-    """A privacy number, rounded up in its last digit."""
-    if math.isnan(value):
-        return "-"
-    if math.isinf(value):
-        return "inf"
-    if value >= 1e6:
-        return f"{rounded(value, ROUND_CEILING, 6):.5e}"
-    return f"{Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_CEILING):f}"
 
 
 def rounded(value: float, direction: str, digits: int = 7) -> float:
@@ -49,18 +41,6 @@ def as_json(data: Any) -> str:
         return value
 
     return json.dumps(clean(data), indent=1, allow_nan=False)
-
-
-def assumptions(ledger: Ledger) -> list[str]:
-    """What the number rests on beside theorems, where it does."""
-    out = []
-    if any(phase.mechanism.mixed for phase in ledger.phases):
-        out.append(
-            "moments convex in the clipped norm and falling with the width: tested on grids, no written proof known"
-        )
-    if any(phase.mechanism.mixed and phase.mechanism.law != "gaussian" for phase in ledger.phases):
-        out.append("quadrature error of the moments estimated by halving panels, and added tenfold")
-    return out
 
 
 def describe(mechanism: Mechanism) -> str:

@@ -1,0 +1,127 @@
+"""The files of a run folder, read and checked. What is broken is refused in one line; what is missing stays missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from modelmix.errors import ModelMixError
+from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.validation import probability
+from modelmix.report.words import number
+
+SCHEMA = "modelmix-run"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: how it was set up, what it cost, how well it did, and what the data holder saw on the way."""
+
+    config: dict[str, Any]
+    ledger: Ledger
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    diagnostics: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or "a run without a name")
+
+    @property
+    def delta(self) -> float:
+        return float(self.config["delta"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self.config["settings"]
+        return settings
+
+    @property
+    def unproved(self) -> tuple[str, ...]:
+        """Why no epsilon is proved; empty where one is."""
+        return self.ledger.unproved
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of every metrics row that has both."""
+        pairs = [(number(row.get("step")), number(row.get(key))) for row in self.rows]
+        return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+
+def read_run(folder: Path) -> Run:
+    """The run in ``folder``. Config and ledger must be there; metrics and diagnostics may be missing."""
+    if not folder.is_dir():
+        raise ModelMixError(f"cannot read {folder}: there is no such folder; give the folder of a run.")
+    config = _config(folder / "config.json")
+    ledger = Ledger.load(folder / "ledger.json")
+    metrics, diagnostics = folder / "metrics.json", folder / "diagnostics.json"
+    return Run(
+        config,
+        ledger,
+        _rows(metrics) if metrics.exists() else [],
+        _diagnostics(diagnostics) if diagnostics.exists() else None,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    config = _object(path)
+    if config.get("schema") != SCHEMA:
+        raise ModelMixError(f'{path} is not the configuration of a run: its "schema" must be "{SCHEMA}".')
+    if type(config.get("version")) is not int or config["version"] != VERSION:
+        raise ModelMixError(
+            f"{path} has version {config.get('version')!r}: this program reads version {VERSION}; "
+            "use the program that wrote the file."
+        )
+    try:
+        probability("delta", config.get("delta"), "the failure probability")
+    except ModelMixError as error:
+        raise ModelMixError(f"{path}: {error}") from None
+    if not isinstance(config.setdefault("settings", {}), dict):
+        raise ModelMixError(f'{path}: "settings" must be an object.')
+    return config
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = _object(path).get("rows", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ModelMixError(f'{path}: "rows" must be a list of objects.')
+    return rows
+
+
+def _diagnostics(path: Path) -> dict[str, Any]:
+    out = _object(path)
+    histogram = out.get("norm_histogram")
+    if histogram is not None and not _is_histogram(histogram):
+        raise ModelMixError(
+            f'{path}: "norm_histogram" must have rising positive "edges", and "counts", one fewer, of 0 or more.'
+        )
+    return out
+
+
+def _is_histogram(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    lists = [value.get(key) for key in ("edges", "counts")]
+    if not all(isinstance(entries, list) for entries in lists):
+        return False
+    edges, counts = ([number(entry) for entry in entries] for entries in lists)  # type: ignore[union-attr]
+    if None in edges or None in counts or len(edges) != len(counts) + 1 or not counts:
+        return False
+    rising = all(a < b for a, b in pairwise(edges))  # type: ignore[operator]
+    return rising and edges[0] > 0 and min(counts) >= 0  # type: ignore[operator, type-var]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelMixError(f"cannot read {path}: {error.strerror}; give the folder of a run.") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ModelMixError(f"{path} is not whole JSON: {reason}.") from None
+    if not isinstance(data, dict):
+        raise ModelMixError(f"{path} is not a JSON object.")
+    return data

@@ -1,0 +1,117 @@
+"""The folder of a run: settings, ledger, metrics, model, checkpoint. Every file is whole or not there.
+
+Order is what makes it safe: a ledger line is on disk before the state it accounts for, and a state is on disk before
+anything is computed from it for people to see. A checkpoint is arrays and JSON; reading one never runs code from it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelmix.errors import ModelMixError
+from modelmix.files import write_atomically
+from modelmix.privacy.ledger import Ledger
+
+SCHEMA, VERSION = "modelmix-run", 1
+
+
+class RunFolder:
+    """The files of one run; as a context, locked against a second process."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: Any = None
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    @property
+    def holds_a_run(self) -> bool:
+        return self.file("config.json").exists() or self.file("checkpoint.npz").exists()
+
+    def __enter__(self) -> RunFolder:
+        """Makes the folder and locks it for this process; the lock dies with the process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.file(".lock"), "a")  # held as long as the context is
+        except OSError as error:
+            raise ModelMixError(f"cannot use {self.path} as a run folder: {error.strerror}.") from None
+        try:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # no such locks on this system
+            pass
+        except OSError:
+            self._lock.close()
+            raise ModelMixError(
+                f"{self.path} is in use by another process: wait for it or choose another folder."
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        try:
+            data = json.loads(self.file(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelMixError(f"cannot read {self.file(name)}: {error.strerror}.") from None
+        except ValueError:
+            raise ModelMixError(f"{self.file(name)} is not whole JSON: it was cut off or edited; restore it.") from None
+        if not isinstance(data, dict):
+            raise ModelMixError(f"{self.file(name)} must hold a JSON object.")
+        return data
+
+    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
+        write_atomically(self.file(name), json.dumps(data, indent=1) + "\n")
+
+    def save_ledger(self, ledger: Ledger) -> None:
+        ledger.save(self.file("ledger.json"))
+
+    def load_ledger(self) -> Ledger:
+        return Ledger.load(self.file("ledger.json"))
+
+    def save_checkpoint(self, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Arrays and JSON in one file, readable by its owner only: it holds the randomness of the steps to come."""
+        buffer = io.BytesIO()
+        content = {name: t.detach().cpu().numpy() for name, t in arrays.items()}
+        text = json.dumps(meta).encode()
+        np.savez(buffer, allow_pickle=False, meta=np.frombuffer(text, dtype=np.uint8), **content)
+        write_atomically(self.file("checkpoint.npz"), buffer.getvalue(), secret=True)
+
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        path = self.file("checkpoint.npz")
+        try:
+            with np.load(path, allow_pickle=False) as content:
+                arrays = {name: content[name] for name in content.files}
+            meta = json.loads(arrays.pop("meta").tobytes())
+        except FileNotFoundError:
+            raise ModelMixError(f"{self.path} holds no checkpoint: nothing to resume.") from None
+        except Exception as error:  # numpy has many ways of saying that a file is not whole
+            raise ModelMixError(f"{path} is not a whole checkpoint ({type(error).__name__}): restore it.") from None
+        return {name: torch.from_numpy(a) for name, a in arrays.items()}, meta
+
+    def save_model(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """A state dict with the model's own keys; ``torch.load(..., weights_only=True)`` reads it."""
+        buffer = io.BytesIO()
+        torch.save({key: value.detach().cpu().clone() for key, value in state.items()}, buffer)
+        write_atomically(self.file(name), buffer.getvalue())
+
+    def sweep(self) -> None:
+        """Removes what a killed process left half-written; those files were never in use."""
+        for path in self.path.glob(".*.*"):
+            if path.is_file() and path.name != ".lock":
+                try:
+                    os.unlink(path)
+                except OSError:
+                    continue

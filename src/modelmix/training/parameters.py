@@ -1,0 +1,71 @@
+"""The trained parameters of a model as one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from modelmix.errors import ModelMixError
+
+
+class FlatParameters:
+    """Order, names and shapes of the parameters that require a gradient; a tied parameter counts once.
+
+    The vector is kept apart from the model and in float64, so that the law of the noise is not rounded to the model's
+    precision; ``write`` copies it into the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise ModelMixError("the model has no trainable parameter: set requires_grad on what is to be trained.")
+        odd = [name for name, p in self._parameters.items() if not p.is_floating_point()]
+        if odd:
+            raise ModelMixError(
+                f"parameter {odd[0]} is {self._parameters[odd[0]].dtype}: only real floats are trained."
+            )
+        self.sizes = [p.numel() for p in self._parameters.values()]
+        self.size = sum(self.sizes)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(p.shape) for name, p in self._parameters.items()}
+
+    def read(self) -> Tensor:
+        """The model's present values, as a float64 vector."""
+        return torch.cat([p.detach().reshape(-1).double() for p in self._parameters.values()])
+
+    def read_from(self, values: nn.Module | Mapping[str, Tensor]) -> Tensor:
+        """The vector of another model of the same shape, or of its state dict."""
+        state = dict(values.named_parameters()) if isinstance(values, nn.Module) else values
+        for name, p in self._parameters.items():
+            if name not in state or state[name].shape != p.shape:
+                raise ModelMixError(f"the other initial state has no {name} of shape {tuple(p.shape)}.")
+        first = next(iter(self._parameters.values()))
+        return torch.cat([state[name].detach().reshape(-1).double().to(first.device) for name in self._parameters])
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector as the model's parameters, by name, in the model's precision."""
+        parameters = self._parameters
+        dtypes = {p.dtype for p in parameters.values()}
+        vector = vector.to(dtypes.pop()) if len(dtypes) == 1 else vector
+        pieces = torch.split(vector, self.sizes)
+        return {
+            name: piece.view(p.shape).to(p.dtype) for (name, p), piece in zip(parameters.items(), pieces, strict=True)
+        }
+
+    def write(self, vector: Tensor) -> None:
+        """Copies the vector into the model."""
+        with torch.no_grad():
+            for p, value in zip(self._parameters.values(), self.views(vector).values(), strict=True):
+                p.copy_(value)
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Changes whenever someone writes into a trained parameter."""
+        return [(p.data_ptr(), p._version) for p in self._parameters.values()]

@@ -1,0 +1,55 @@
+"""Knobs that change speed and memory and never the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from modelmix.errors import ModelMixError
+from modelmix.privacy.validation import whole
+
+_CHUNK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Performance:
+    """How a run uses the machine.
+
+    Args:
+        device: "cpu", "cuda", ...; None takes an accelerator if there is one.
+        engine: "auto", "hooks", "universal" or "loop"; see ``modelmix.training.engines``.
+        chunk: samples whose gradients are held at once; None chooses by the size of the model and the batch.
+        workers: processes that fetch samples of a ``Dataset``.
+    """
+
+    device: str | torch.device | None = None
+    engine: str = "auto"
+    chunk: int | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None:
+            whole("chunk", self.chunk, "the number of samples held at once", least=1)
+        whole("workers", self.workers, "the number of worker processes", least=0)
+
+    def find_device(self) -> torch.device:
+        if self.device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError):
+            raise ModelMixError(
+                f"device = {str(self.device)!r} is not there: this machine has cpu"
+                f"{', cuda' if torch.cuda.is_available() else ''}."
+            ) from None
+        return device
+
+    def chunk_for(self, expected_batch: float, coordinates: int, copies: int) -> int:
+        """A power of two: large enough to keep the machine busy, small enough to waste little on padding."""
+        if self.chunk is not None:
+            return int(self.chunk)
+        fits = max(1, _CHUNK_BYTES // (4 * max(1, coordinates)))
+        wanted = max(16.0, min(expected_batch / 6, 1024.0 / copies))
+        return max(1, min(fits, 1 << round(wanted - 1).bit_length()))

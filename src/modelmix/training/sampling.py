@@ -1,0 +1,200 @@
+"""Poisson draws, and the samples they name in chunks of one fixed shape.
+
+Every sample enters a step's batch with probability exactly q and on its own coin; one draw a step; an empty draw is a
+step like any other. A chunk is padded by repeating a sample of it with weight 0, so that shapes never change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from modelmix.errors import ModelMixError, UnprovedError
+
+_ON_DEVICE = 4 * 2**30
+POISSON = "every sample enters a batch with probability q, independently of all others and of all other steps"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some samples of one draw. ``weights`` is 1 for a drawn sample and 0 for padding."""
+
+    inputs: Any
+    targets: Any
+    weights: Tensor
+
+
+def pieces(indices: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(indices, weights) of fixed length ``chunk`` that cover a draw; none for an empty one."""
+    for part in torch.split(indices, chunk):
+        if part.numel() == 0:
+            return
+        missing = chunk - part.numel()
+        weights = torch.cat([torch.ones(part.numel(), dtype=torch.float64), torch.zeros(missing, dtype=torch.float64)])
+        yield torch.cat([part, part[:1].expand(missing)]), weights
+
+
+class TensorSource:
+    """Samples that lie in memory as tensors."""
+
+    def __init__(self, inputs: Any, targets: Any) -> None:
+        self.inputs, self.targets = tree_map(_tensor, inputs), tree_map(_tensor, targets)
+        leaves, _ = tree_flatten((self.inputs, self.targets))
+        if not leaves or any(t.dim() == 0 for t in leaves):
+            raise ModelMixError("the training set needs inputs and targets with the samples first.")
+        sizes = {t.shape[0] for t in leaves}
+        if len(sizes) != 1:
+            raise ModelMixError(f"inputs and targets have different numbers of samples: {sorted(sizes)}.")
+        self.n = sizes.pop()
+        self._leaves = leaves
+
+    def to(self, device: torch.device) -> TensorSource:
+        """The same samples near the accelerator, if they fit."""
+        if device.type != "cpu" and sum(t.numel() * t.element_size() for t in self._leaves) <= _ON_DEVICE:
+            return TensorSource(*tree_map(lambda t: t.to(device), (self.inputs, self.targets)))
+        return self
+
+    def head(self, count: int) -> tuple[Any, Any]:
+        """The first samples."""
+        return tree_map(lambda t: t[:count], self.inputs), tree_map(lambda t: t[:count], self.targets)
+
+    def steps(self, draws: Iterable[Tensor], chunk: int) -> Iterator[Iterator[Chunk]]:
+        """For every draw, its chunks."""
+        for indices in draws:
+            yield self._chunks(indices, chunk)
+
+    def _chunks(self, indices: Tensor, chunk: int) -> Iterator[Chunk]:
+        for index, weights in pieces(indices, chunk):
+
+            def take(t: Tensor, index: Tensor = index) -> Tensor:
+                return t[index.to(t.device)]
+
+            yield Chunk(tree_map(take, self.inputs), tree_map(take, self.targets), weights)
+
+    def fingerprint(self, salt: bytes) -> str:
+        """A digest under a secret salt: it recognises the data and tells an outsider nothing."""
+        digest = hashlib.blake2b(key=salt, digest_size=16)
+        for t in self._leaves:
+            digest.update(f"{t.dtype}{tuple(t.shape)}".encode())
+            digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+        return digest.hexdigest()
+
+
+class DatasetSource:
+    """Samples of a map-style ``Dataset``, fetched by worker processes if wanted."""
+
+    def __init__(self, dataset: Dataset[Any], workers: int = 0) -> None:
+        self.dataset, self.workers = dataset, workers
+        self.n = len(dataset)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device) -> DatasetSource:
+        return self
+
+    def head(self, count: int) -> tuple[Any, Any]:
+        return _pair(torch.utils.data.default_collate([self.dataset[i] for i in range(min(count, self.n))]))
+
+    def steps(self, draws: Iterable[Tensor], chunk: int) -> Iterator[Iterator[Chunk]]:
+        # The loader reads ahead, so what it has been asked for waits here until it arrives.
+        counts: deque[int] = deque()
+        weights: deque[Tensor] = deque()
+
+        def ordered() -> Iterator[list[int]]:
+            for indices in draws:
+                parts = list(pieces(indices, chunk))
+                counts.append(len(parts))
+                for index, weight in parts:
+                    weights.append(weight)
+                    yield index.tolist()
+
+        loader = iter(DataLoader(self.dataset, batch_sampler=_Lazy(ordered()), num_workers=self.workers))
+        arrived: deque[Any] = deque()
+        while True:
+            while not counts:
+                try:
+                    arrived.append(next(loader))
+                except StopIteration:
+                    if counts:
+                        break
+                    return
+            yield self._chunks(counts.popleft(), arrived, loader, weights)
+
+    def _chunks(self, count: int, arrived: deque[Any], loader: Any, weights: deque[Tensor]) -> Iterator[Chunk]:
+        for _ in range(count):
+            batch = arrived.popleft() if arrived else next(loader)
+            inputs, targets = _pair(batch)
+            yield Chunk(inputs, targets, weights.popleft())
+
+    def fingerprint(self, salt: bytes) -> str:
+        """Of the number of samples only: a ``Dataset`` may augment, so its items are not the same twice."""
+        return hashlib.blake2b(f"dataset of {self.n}".encode(), key=salt, digest_size=16).hexdigest()
+
+
+Source = TensorSource | DatasetSource
+
+
+class _Lazy:
+    """Lets a loader take batches from a generator as it needs them."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
+
+
+def as_source(data: Any, workers: int = 0) -> Source:
+    """A source from (inputs, targets), a ``TensorDataset`` of two tensors, or any map-style ``Dataset``."""
+    if isinstance(data, TensorSource | DatasetSource):
+        return data
+    if isinstance(data, DataLoader):
+        raise UnprovedError(
+            POISSON,
+            "a DataLoader brings its own batches.",
+            "Give the dataset itself (loader.dataset), or keep your loop and use make_private.",
+        )
+    if isinstance(data, IterableDataset):
+        raise UnprovedError(
+            POISSON,
+            "an IterableDataset decides itself which sample comes next.",
+            "Give a map-style dataset, with __len__ and __getitem__.",
+        )
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        data = data.tensors
+    if hasattr(data, "x") and hasattr(data, "y"):
+        data = (data.x, data.y)
+    if isinstance(data, tuple | list) and len(data) == 2:
+        source: Source = TensorSource(*data)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        source = DatasetSource(data, workers)
+    else:
+        raise ModelMixError(
+            f"{type(data).__name__} is not a training set: give (inputs, targets) or a dataset with __len__ and "
+            "__getitem__."
+        )
+    if source.n == 0:
+        raise ModelMixError("the training set is empty: it needs at least one sample.")
+    return source
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.from_numpy(np.ascontiguousarray(value))
+    except TypeError:
+        raise ModelMixError(f"{type(value).__name__} cannot be a tensor: give tensors or arrays of numbers.") from None
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ModelMixError("a sample must be a pair (input, target).")
+    return batch[0], batch[1]
