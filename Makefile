@@ -6,8 +6,8 @@ READY = $(VENV)/.ready
 
 .PHONY: train test lint bench clean
 
-train: $(READY)  ## the main job: for now the paper's Figure 3, recomputed
-	$(BIN)/modelmix reproduce fig3 --out results
+train: $(READY)  ## private training on the embedded images, with a report at the end
+	$(BIN)/modelmix train
 
 test: $(READY)  ## every test
 	$(BIN)/python -m pytest
@@ -17,8 +17,9 @@ lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## speed of the accountant
+bench: $(READY)  ## speed of the accountant and of training
 	$(BIN)/python benchmarks/accountant.py
+	$(BIN)/python benchmarks/training.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,4 +27,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) results build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) results runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -38,7 +38,12 @@ def test_privacy_imports_numbers_only(path):
         assert name.startswith(allowed), f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("room", ["experiments", "report"])
+@pytest.mark.parametrize("path", sorted((SOURCE / "report").glob("*.py")), ids=lambda p: p.stem)
+def test_a_report_is_written_without_torch(path):
+    assert not any(name.startswith(("torch", "modelmix.training", "modelmix.data")) for name in imports(path))
+
+
+@pytest.mark.parametrize("room", ["training", "training/engines", "data", "models", "experiments", "report"])
 def test_only_the_command_line_knows_the_command_line(room):
     for path in (SOURCE / room).glob("*.py"):
         assert not any(name.startswith("modelmix.cli") for name in imports(path)), path
@@ -60,6 +65,20 @@ print(round(mm.epsilon(mm.Mechanism(0.335, 0.03, 11.25, 100), 1e-5, steps=3400),
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "7.2502"
+
+
+def test_training_without_torch_says_what_to_install():
+    program = """
+import sys
+sys.modules["torch"] = None
+import modelmix as mm
+try:
+    mm.Trainer
+except mm.ModelMixError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "Trainer needs torch: install it with pip install 'modelmix[train]'."
 
 
 def test_the_package_runs_as_a_module():

@@ -48,6 +48,7 @@ class Capture:
         self.leaves: list[Tensor] = []
         self.copies = copies
         self._leaf = leaf
+        self._busy = False
         self._names = parameter_names(model)
         self._layers = list(trained_layers(model))
         self._trained = {
@@ -74,7 +75,7 @@ class Capture:
         self.leaves.clear()
 
     def _forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._busy or not torch.is_grad_enabled():
             return None
         if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
             raise ModelMixError(
@@ -103,7 +104,11 @@ class Capture:
         return returned
 
     def _add(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        found = rule_for(module)(module, x.to(g.dtype) if x.is_floating_point() else x, g, self.copies)
+        self._busy = True  # a rule may run the layer again, and must not be listened to
+        try:
+            found = rule_for(module)(module, x.to(g.dtype) if x.is_floating_point() else x, g, self.copies)
+        finally:
+            self._busy = False
         for own, name in self._trained[module].items():
             self.gradients[name] = self.gradients[name] + found[own] if name in self.gradients else found[own]
 

@@ -1,0 +1,217 @@
+"""make_private: the same steps as the trainer's, in a loop of one's own."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader, TensorDataset
+
+import modelmix as mm
+from modelmix.training import Trainer, make_private
+
+N = 60
+X = torch.randn(N, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(N) % 3
+MIXED, PLAIN = mm.Mechanism(0.5, 0.2, 1.0, p=4), mm.Mechanism(0.5, 0.2)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(36, 3)
+    )
+
+
+def private(mechanism=MIXED, optimizer=lambda p: torch.optim.SGD(p, lr=0.3), seed=11, **options):
+    model = network()
+    loader = DataLoader(TensorDataset(X, Y), batch_size=12, shuffle=True)
+    return make_private(
+        model, optimizer(model.parameters()), loader, mechanism=mechanism, clip=0.7, seed=seed, **options
+    )
+
+
+def epochs(model, optimizer, loader, count, reduction="mean", schedule=None):
+    for _ in range(count):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return model, optimizer
+
+
+def trained(mechanism, steps, **options) -> Trainer:
+    return Trainer(network(), nn.CrossEntropyLoss(), (X, Y), mechanism, 0.7, 0.3, seed=11, **options).run(
+        steps, progress=False
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("mechanism", [MIXED, PLAIN, mm.Mechanism(0.5, 0.2, 1.0, law="laplace")])
+def test_a_loop_takes_the_trainers_steps(mechanism, reduction, chunk):
+    model, optimizer = epochs(*private(mechanism, loss_reduction=reduction, chunk=chunk), 2, reduction=reduction)
+    reference = trained(mechanism, 10)
+    assert optimizer.ledger == reference.ledger
+    assert optimizer.epsilon(1e-5) == reference.epsilon(1e-5)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, reference.state.last, rtol=1e-4, atol=1e-5)
+
+
+def test_momentum_of_the_loop_is_the_trainers():
+    model, _ = epochs(*private(momentum=0.6), 2)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, trained(MIXED, 10, momentum=0.6).state.last, rtol=1e-4, atol=1e-5)
+
+
+def test_without_mixing_any_optimizer_gets_the_noisy_gradient():
+    """SGD with momentum on noisy gradients is the trainer's momentum from released states."""
+    model, _ = epochs(*private(PLAIN, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.6)), 2)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, trained(PLAIN, 10, momentum=0.6).state.last, rtol=1e-4, atol=1e-5)
+    epochs(*private(PLAIN, torch.optim.Adam), 1)
+
+
+def test_the_model_keeps_its_class_and_keys():
+    fresh = network()
+    model, _, _ = private()
+    assert type(model) is type(fresh)
+    assert list(model.state_dict()) == list(fresh.state_dict())
+    fresh.load_state_dict(model.state_dict())
+
+
+def test_raw_gradients_are_never_kept():
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluating_between_steps_changes_nothing():
+    reference, _ = epochs(*private(), 1)
+    model, optimizer, loader = private()
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X[:7]), Y[:7])  # a forward pass without a backward one
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(X)
+        model.train()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_schedulers_work_and_tau_follows():
+    model, optimizer, loader = private()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    epochs(model, optimizer, loader, 3, schedule=schedule)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3 / 8)
+    assert optimizer.ledger == mm.Ledger().add(MIXED, 15)  # omega is kept: tau follows eta
+
+
+def test_empty_draws_are_steps():
+    mechanism = mm.Mechanism(1.0, 0.01)
+    model = network()
+    loader = DataLoader(TensorDataset(X, Y), batch_size=1, shuffle=True)
+    model, optimizer, loader = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, mechanism=mechanism, clip=1.0, seed=1
+    )
+    sizes = []
+    for x, y in loader:
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+        assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert optimizer.ledger.steps == len(sizes) == 100
+
+
+def test_resuming_a_loop_repeats_it_exactly():
+    model, optimizer, loader = private(seed=None)
+    epochs(model, optimizer, loader, 1)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    epochs(model, optimizer, loader, 2)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    other, again, draws = private(seed=None)
+    other.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    assert again.ledger.steps == 5
+    epochs(other, again, draws, 2)
+    assert again.ledger == optimizer.ledger
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_ordinary_state_dict_is_refused():
+    model, optimizer, _ = private()
+    with pytest.raises(mm.ModelMixError, match="no ledger"):
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+def test_saving_in_the_middle_of_a_draw_is_refused():
+    model, optimizer, loader = private(chunk=2)
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert optimizer.ledger.steps == 0  # the draw has further parts
+    with pytest.raises(mm.ModelMixError, match="half done"):
+        optimizer.state_dict()
+
+
+def test_step_without_backward_and_not_finite_losses():
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    with pytest.raises(mm.ModelMixError, match="call loss.backward"):
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    F.cross_entropy(model(x * float("nan")), y).backward()
+    with pytest.raises(mm.ModelMixError, match="not finite"):
+        optimizer.step()
+    assert optimizer.ledger.steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_and_own_collate_functions(workers):
+    def collate(items):
+        return torch.stack([x for x, _ in items]), torch.tensor([int(y) for _, y in items])
+
+    model = network()
+    loader = DataLoader(TensorDataset(X, Y), batch_size=12, num_workers=workers, collate_fn=collate)
+    model, optimizer, loader = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.3), loader, mechanism=MIXED, clip=0.7, seed=11
+    )
+    epochs(model, optimizer, loader, 2)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, trained(MIXED, 10).state.last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_reduction": "median"}, "choose mean or sum"),
+        ({"chunk": 0}, "samples given at once"),
+        ({"tau": -1.0}, "mixing threshold"),
+        ({"seed": 1.5}, "whole number"),
+        ({"padding": "thick"}, "choose one of exact, paper"),
+        ({"mechanism": "modelmix"}, "not a Mechanism"),
+        ({"mechanism": PLAIN, "momentum": 0.5}, "belongs to the optimizer"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(options, message):
+    with pytest.raises(mm.ModelMixError, match=message) as caught:
+        private(**{"mechanism": MIXED, **options})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,188 @@
+"""Poisson draws at exactly q, one a step, in chunks of one shape."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import nn
+from torch.utils.data import Dataset
+
+import modelmix as mm
+from modelmix.training import Performance, Randomness, Trainer
+from modelmix.training.sampling import as_source, pieces
+
+
+class Squares(Dataset):
+    """A map-style data set whose items tell which sample they are."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int):
+        return torch.tensor([float(i)]), torch.tensor(float(i * i))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def draws(randomness: Randomness, n: int, q: float, steps: int) -> list[torch.Tensor]:
+    return [r.poisson_indices("sampling", n, q) for _, r in zip(range(steps), randomness.coming_steps(), strict=False)]
+
+
+def test_every_sample_has_probability_q_and_its_own_coin():
+    n, q, steps = 500, 0.137, 2000
+    hits = torch.zeros(steps, n)
+    for k, indices in enumerate(draws(Randomness(7), n, q, steps)):
+        hits[k, indices] = 1
+    total = int(hits.sum())
+    assert 1e-7 < stats.binom.cdf(total, n * steps, q) < 1 - 1e-7
+    # Counts of samples and sizes of draws are binomial: their variances say so. Bounds of once in 10^6.
+    for counts, trials in ((hits.sum(0), steps), (hits.sum(1), n)):
+        spread = float(((counts - trials * q) ** 2).sum() / (trials * q * (1 - q)))
+        assert 1e-6 < stats.chi2.cdf(spread, len(counts)) < 1 - 1e-6
+    # One step tells nothing of the next.
+    between = float((hits[1:] - q).flatten().dot((hits[:-1] - q).flatten())) / (
+        q * (1 - q) * math.sqrt(hits[1:].numel())
+    )
+    assert abs(between) < 5
+
+
+@pytest.mark.parametrize("q", [1e-3, 0.03, 1500 / 50000, 1 / 3, 0.999999])
+def test_the_rate_is_exact(q):
+    """The threshold of the coin, in units of 2^-63."""
+    threshold = int(q * 2**63)
+    assert 0 <= q - threshold / 2**63 < 2**-60
+    assert draws(Randomness(1), 10, 1.0, 1)[0].tolist() == list(range(10))
+
+
+@given(st.integers(0, 40), st.integers(1, 17))
+def test_chunks_cover_a_draw_and_have_one_shape(size, chunk):
+    indices = torch.arange(100, 100 + size)
+    parts = list(pieces(indices, chunk))
+    assert len(parts) == math.ceil(size / chunk)
+    assert all(index.shape == weights.shape == (chunk,) for index, weights in parts)
+    kept = torch.cat([index[weights == 1] for index, weights in parts]) if parts else indices[:0]
+    assert torch.equal(kept, indices)
+    assert all(((w == 0) | (w == 1)).all() for _, w in parts)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_gives_the_same_samples_as_tensors(workers):
+    n, chunk = 57, 8
+    wanted = draws(Randomness(3), n, 0.05, 12)
+    wanted[0] = wanted[0][:0]
+    wanted[-1] = wanted[-1][:0]
+    wanted.append(torch.arange(n))
+    wanted += [torch.arange(0)] * 2  # ends in empty draws, which are steps as well
+    seen = []
+    for chunks in as_source(Squares(n), workers).steps(iter(wanted), chunk):
+        inputs = [c.inputs[c.weights == 1].flatten() for c in chunks]
+        seen.append(torch.cat(inputs).long() if inputs else torch.arange(0))
+    assert len(seen) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
+
+
+def sums(train_set, q, steps, **performance):
+    """The states of a run whose only gradient is a constant: one for every sample drawn."""
+    mechanism = mm.Mechanism(1e-9, q)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    trainer = Trainer(
+        model,
+        lambda outputs, targets: 1e3 * (outputs / targets).sum(),
+        train_set,
+        mechanism,
+        clip=1.0,
+        lr=1.0,
+        rule="plain",
+        seed=2,
+        performance=Performance(device="cpu", **performance),
+    )
+    sizes = [len(indices) for indices in draws(Randomness(2), len(train_set[0]), q, steps)]
+    states = [0.0]
+    for _ in range(steps):
+        trainer.run(1, progress=False)
+        states.append(float(trainer.state.last))
+    return np.array(sizes), -np.diff(states), trainer
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+def test_the_sum_is_divided_by_the_expected_batch(chunk):
+    n, q = 40, 0.05
+    x = torch.linspace(1, 2, n)[:, None]
+    sizes, moved, trainer = sums((x, x), q, 60, chunk=chunk)
+    assert 0 in sizes  # empty draws happen
+    assert len(set(sizes)) > 3
+    np.testing.assert_allclose(moved, sizes / (q * n), rtol=1e-5, atol=1e-6)
+    assert trainer.ledger.steps == 60  # and count
+
+
+def test_an_empty_draw_adds_noise():
+    x = torch.ones(4, 1)
+    with pytest.warns(UserWarning, match="most draws will be empty"):
+        trainer = Trainer(nn.Linear(1, 1), nn.MSELoss(), (x, x), mm.Mechanism(1.0, 1e-9), clip=1.0, lr=0.1, seed=1)
+    before = trainer.state.last
+    trainer.run(1, progress=False)
+    assert trainer.ledger.steps == 1
+    assert float((trainer.state.last - before).abs().min()) > 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (torch.utils.data.DataLoader(Squares(5)), mm.UnprovedError),
+        (Stream(), mm.UnprovedError),
+        ((torch.zeros(3, 1), torch.zeros(4)), mm.ModelMixError),
+        ((torch.zeros(0, 1), torch.zeros(0)), mm.ModelMixError),
+        ((torch.zeros(3, 1), torch.tensor(1.0)), mm.ModelMixError),
+        (Squares(0), mm.ModelMixError),
+        (17, mm.ModelMixError),
+        (("a", "b"), mm.ModelMixError),
+    ],
+)
+def test_what_cannot_be_drawn_from_is_refused(bad, error):
+    with pytest.raises(error):
+        as_source(bad)
+
+
+def test_randomness_is_never_reused_and_never_goes_back():
+    r = Randomness(1)
+    step = r.step()
+    step.gaussian("noise", 3)
+    with pytest.raises(mm.ModelMixError, match="never reused"):
+        step.uniform("noise", 3)
+    seen = set()
+    for _ in range(100):
+        key = r.state()["key"]
+        assert key not in seen
+        seen.add(key)
+        r.advance()
+    assert Randomness().state()["key"] != Randomness().state()["key"]
+    assert Randomness(1).state() == Randomness(1).state()
+    assert Randomness(1).seeded
+    assert not Randomness().seeded
+
+
+def test_labels_of_one_step_are_unrelated_streams():
+    step = Randomness(3).step()
+    a, b = step.gaussian("noise", 20_000), step.gaussian("mixing", 20_000)
+    assert abs(float((a * b).mean())) < 5.3 / math.sqrt(20_000)
+    assert not torch.equal(a, b)
+
+
+def test_the_uniform_never_touches_its_ends():
+    u = Randomness(4).step().uniform("u", 200_000)
+    assert 0 < float(u.min()) < 1e-4
+    assert 1 - 1e-4 < float(u.max()) < 1
+    assert stats.kstest(u.numpy(), "uniform").statistic * math.sqrt(200_000) < 2.7
