@@ -206,7 +206,7 @@ def test_the_trained_set_may_not_change(entry, change):
 
 
 def test_a_parameter_group_added_later():
-    model, optimizer, _ = loop()
+    _, optimizer, _ = loop()
     with refused("noised, mixed and accounted for"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
@@ -374,7 +374,7 @@ def test_one_draw_serves_one_step():
 
 
 def test_no_draw_is_left_out():
-    model, optimizer, loader = loop()
+    _, _, loader = loop()
     batches = iter(loader)
     next(batches)
     with refused("one fresh draw"):
@@ -390,7 +390,7 @@ def test_other_samples_than_the_draw():
 
 
 def test_a_closure():
-    model, optimizer, loader = loop()
+    _, optimizer, loader = loop()
     next(iter(loader))
     with refused("one fresh draw"):
         optimizer.step(lambda: 0.0)

@@ -1,8 +1,8 @@
 """What a step adds has the law its mechanism claims.
 
-(midpoint - w_k)/eta - clipped mean, in units of clip/B, is compared with the mechanism's law by Kolmogorov and Smirnov's
-test, on whole training steps. The threshold gives a false alarm once in 10^6 draws; the seeds are fixed, so the verdict
-is always the same. The same test must see noise that is three per cent too small.
+(midpoint - w_k)/eta - clipped mean, in units of clip/B, is compared with the mechanism's law by the test of Kolmogorov
+and Smirnov, on whole training steps. The threshold gives a false alarm once in 10^6 draws; the seeds are fixed, so the
+verdict is always the same. The same test must see noise that is three per cent too small.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_saving_in_the_middle_of_a_draw_is_refused():
 def test_step_without_backward_and_not_finite_losses():
     model, optimizer, loader = private()
     x, y = next(iter(loader))
-    with pytest.raises(mm.ModelMixError, match="call loss.backward"):
+    with pytest.raises(mm.ModelMixError, match=r"call loss\.backward"):
         optimizer.step()
     before = [p.detach().clone() for p in model.parameters()]
     F.cross_entropy(model(x * float("nan")), y).backward()
