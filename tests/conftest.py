@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("suite", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("suite")
+torch.set_num_threads(1)  # the suite runs one process a core already
 
 DATA = Path(__file__).parent / "data"
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from modelmix.errors import ModelMixError
+
+TEMPORARY = ".*.tmp"
+"""The names under which files are written before they get their own; one that stays was left by a killed process."""
 
 
 def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = False) -> None:
@@ -15,12 +19,12 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
     A ``secret`` file is readable by its owner only; any other gets the usual permissions.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
+        if path.is_dir():
+            raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -30,7 +34,8 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
                 os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            with suppress(FileNotFoundError):  # interrupted right after it got its name
+                os.unlink(temporary)
             raise
         _sync_folder(path.parent)
     except OSError as error:
@@ -44,10 +49,11 @@ def _umask() -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the renaming itself durable, where the system lets a folder be opened."""
+    """Makes the renaming itself durable, where system and disk can do that for a folder."""
     if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

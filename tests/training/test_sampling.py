@@ -186,3 +186,20 @@ def test_the_uniform_never_touches_its_ends():
     assert 0 < float(u.min()) < 1e-4
     assert 1 - 1e-4 < float(u.max()) < 1
     assert stats.kstest(u.numpy(), "uniform").statistic * math.sqrt(200_000) < 2.7
+
+
+class Named(Squares):
+    """A data set that happens to have attributes x and y: what counts is what it gives."""
+
+    x, y = torch.zeros(5), torch.zeros(5)
+
+
+def test_a_dataset_is_known_by_what_it_gives():
+    source = as_source(Named(7))
+    assert source.n == 7
+    salt = b"0" * 16
+    assert source.fingerprint(salt) == as_source(Squares(7)).fingerprint(salt)
+    assert source.fingerprint(salt) != as_source(Squares(8)).fingerprint(salt)
+    other = type("Other", (Squares,), {"__getitem__": lambda self, i: (torch.zeros(1), torch.tensor(float(i)))})(7)
+    assert source.fingerprint(salt) != as_source(other).fingerprint(salt)
+    assert source.fingerprint(salt) != source.fingerprint(b"1" * 16)

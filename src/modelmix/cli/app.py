@@ -59,6 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
         code = command.main(args=arguments or ["--help"], prog_name="modelmix", standalone_mode=False)
     except ModelMixError as error:
         _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("modelmix: interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away; leave quietly, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

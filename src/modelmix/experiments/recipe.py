@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,7 @@ from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.calibration import smallest_safe
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import at_least_zero, positive, probability, rate, whole
+from modelmix.privacy.validation import positive, probability, rate, whole
 
 if TYPE_CHECKING:
     from modelmix.data import DataSet
@@ -31,6 +34,21 @@ MECHANISMS: Mapping[str, tuple[str, str, bool]] = {
     "plain": ("gaussian", "plain", False),
     "average": ("gaussian", "average", False),
     "released": ("gaussian", "released", True),
+}
+
+_MIXING = ("mixing_width", "tau_over_eta", "tau")
+_POSITIVE = {
+    "epsilon": "the target epsilon",
+    "noise_multiplier": "the noise multiplier",
+    "batch": "the expected batch",
+    "sample_rate": "the sampling rate",
+    "clip": "the clip",
+}
+_COUNTS = {
+    "steps": "the number of steps",
+    "p": "the truncation parameter",
+    "multiplicity": "the number of copies of a sample",
+    "evaluate_every": "the number of steps between evaluations",
 }
 
 Changing = float | Mapping[str, Any]
@@ -72,21 +90,29 @@ class Recipe:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _of_kind(field.name, getattr(self, field.name), str(field.type)))
         if self.mechanism not in MECHANISMS:
             raise ModelMixError(f"mechanism = {self.mechanism!r} is unknown: choose one of {', '.join(MECHANISMS)}.")
         self._one_of("epsilon", "noise_multiplier")
         self._one_of("batch", "sample_rate")
         if MECHANISMS[self.mechanism][2]:
-            self._one_of("mixing_width", "tau_over_eta", "tau")
-        elif any(value is not None for value in (self.mixing_width, self.tau_over_eta, self.tau)):
-            raise ModelMixError(f"{self.mechanism} does not mix: leave out mixing_width, tau_over_eta and tau.")
-        whole("steps", self.steps, "the number of steps", least=1)
+            self._one_of(*_MIXING)
+        elif any(getattr(self, name) is not None for name in _MIXING):
+            raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
         probability("delta", self.delta, "the failure probability")
+        for name, meaning in _POSITIVE.items():
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name), meaning)
+        for name, meaning in _COUNTS.items():
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), meaning, least=1)
 
     def _one_of(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ModelMixError(f"a recipe for {self.mechanism} needs exactly one of {', '.join(names)}.")
+            found = " and ".join(given) or "none"
+            raise ModelMixError(f"a recipe for {self.mechanism} needs one of {', '.join(names)}: it has {found}.")
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Recipe:
@@ -97,62 +123,73 @@ class Recipe:
                 near = difflib.get_close_matches(str(name), known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}."
                 raise ModelMixError(f"a recipe has no {name!r}: {hint}")
-        for field in dataclasses.fields(cls):
-            wrong = field.name in data and not _fits(data[field.name], str(field.type))
-            if wrong:
-                raise ModelMixError(f"{field.name} = {data[field.name]!r} is not of the right kind ({field.type}).")
         return cls(**data)
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
         """Reads a .toml, .yaml or .yml file."""
-        return cls.from_mapping(read_mapping(path))
+        data = read_mapping(path)
+        try:
+            return cls.from_mapping(data)
+        except ModelMixError as error:
+            raise ModelMixError(f"{path}: {error}") from None
+
+    @classmethod
+    def of_run(cls, folder: str | Path) -> Recipe | None:
+        """The recipe of the run in a folder; None if there is no run of a recipe."""
+        try:
+            config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # the trainer says what is wrong with it
+        recipe = config.get("recipe") if isinstance(config, dict) else None
+        return cls.from_mapping(recipe) if isinstance(recipe, dict) else None
 
     def changed(self, **changes: Any) -> Recipe:
         """This recipe with some values replaced; one of an either-or pair pushes the other out."""
-        for group in (
-            ("epsilon", "noise_multiplier"),
-            ("batch", "sample_rate"),
-            ("mixing_width", "tau_over_eta", "tau"),
-        ):
+        now = dataclasses.asdict(self)
+        for group in (("epsilon", "noise_multiplier"), ("batch", "sample_rate"), _MIXING):
             if any(name in changes for name in group):
-                changes = {**dict.fromkeys(group), **changes}
-        if "mechanism" in changes and changes["mechanism"] in MECHANISMS and not MECHANISMS[changes["mechanism"]][2]:
-            changes = {**changes, **dict.fromkeys(("mixing_width", "tau_over_eta", "tau"))}
-        return Recipe.from_mapping({**dataclasses.asdict(self), **changes})
+                now |= dict.fromkeys(group)
+        if not MECHANISMS.get(changes.get("mechanism", self.mechanism), ("", "", True))[2]:
+            now |= dict.fromkeys(_MIXING)
+        return Recipe.from_mapping({**now, **changes})
 
     def as_dict(self) -> dict[str, Any]:
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
+    def as_toml(self) -> str:
+        """The recipe as a file that ``load`` reads."""
+        return "".join(f"{key} = {_toml(value)}\n" for key, value in self.as_dict().items())
+
     def rate_for(self, n: int) -> float:
         if self.sample_rate is not None:
             return rate("sample_rate", self.sample_rate, "the sampling rate")
-        return rate("batch / samples", positive("batch", self.batch, "the expected batch") / n, "the sampling rate")
+        return rate("batch / samples", (self.batch or 0.0) / n, "the sampling rate")
 
     def plan(self, n: int) -> Ledger:
         """The phases that will be run on n samples: the noise is calibrated here if epsilon is the target."""
-        if self.epsilon is None:
-            return self._phases(n, positive("noise_multiplier", self.noise_multiplier, "the noise multiplier"))
-        positive("epsilon", self.epsilon, "the target epsilon")
-
-        def value(z: float) -> float:
-            return ledger_epsilon(self._phases(n, z), self.delta)
-
-        return self._phases(n, smallest_safe(value, self.epsilon, start=1.0, tolerance=1e-4, name="noise multiplier"))
-
-    def _phases(self, n: int, z: float) -> Ledger:
         law, _, mixes = MECHANISMS[self.mechanism]
         q = self.rate_for(n)
-        ledger = Ledger()
-        for steps, width in self._widths(q * n) if mixes else [(self.steps, 0.0)]:
-            ledger = ledger.add(Mechanism(z, q, width, self.p, law), steps)
-        return ledger
+        widths = self._widths(q * n) if mixes else [(self.steps, 0.0)]
+
+        def phases(z: float) -> Ledger:
+            ledger = Ledger()
+            for steps, width in widths:
+                ledger = ledger.add(Mechanism(z, q, width, self.p, law), steps)
+            return ledger
+
+        def spent(z: float) -> float:
+            return ledger_epsilon(phases(z), self.delta)
+
+        if self.epsilon is None:
+            return phases(self.noise_multiplier or 0.0)
+        return phases(smallest_safe(spent, self.epsilon, start=1.0, tolerance=1e-5, name="noise multiplier"))
 
     def _widths(self, batch: float) -> list[tuple[int, float]]:
         """(steps, omega) in order; steps of the same width are put together."""
         out: list[tuple[int, float]] = []
         lr = self.schedule("lr")
-        name = next(n for n in ("mixing_width", "tau_over_eta", "tau") if getattr(self, n) is not None)
+        name = next(n for n in _MIXING if getattr(self, n) is not None)
         mixing = self.schedule(name)
         for step in range(1, self.steps + 1):
             width = mixing.at(step)
@@ -174,15 +211,15 @@ class Recipe:
         if not isinstance(value, Mapping):
             return schedule(name, value, name)
         shape = value.get("schedule", "pieces")
+        numbers = {key: number for key, number in value.items() if key != "schedule"}
         try:
             if shape == "pieces":
-                points = {int(step): number for step, number in value.items() if step != "schedule"}
-                return Schedule.pieces(points)
+                return Schedule.pieces({int(step): number for step, number in numbers.items()})
             make = {"linear": Schedule.linear, "cosine": Schedule.cosine}[shape]
-            return make(value["start"], value["end"], value.get("steps", self.steps))
-        except (KeyError, ValueError, TypeError) as error:
-            if isinstance(error, ModelMixError):
-                raise
+            return make(**{"steps": self.steps, **numbers})
+        except ModelMixError as error:
+            raise ModelMixError(f"{name}: {error}") from None
+        except (KeyError, ValueError, TypeError):
             raise ModelMixError(
                 f'{name} is not a schedule: write a number, {{schedule = "linear", start = 1.0, end = 0.1}}, the same '
                 'with "cosine", or {1 = 0.15, 3001 = 0.015}.'
@@ -207,9 +244,10 @@ class Recipe:
         if self.augment is not None and self.augment not in AUGMENTATIONS:
             raise ModelMixError(f"augment = {self.augment!r} is unknown: choose one of {', '.join(AUGMENTATIONS)}.")
         plan = self.plan(len(data.train))
-        torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
-        model = Pixels(build(self.model, data.shape, len(data.classes)))
-        other = Pixels(build(self.model, data.shape, len(data.classes))) if self.second_start else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
+            model = Pixels(build(self.model, data.shape, len(data.classes)))
+            other = Pixels(build(self.model, data.shape, len(data.classes))) if self.second_start else None
         _, rule, _ = MECHANISMS[self.mechanism]
         about: dict[str, Any] = {"data": data.name, "model": self.model, "steps": self.steps, "recipe": self.as_dict()}
         if rule == "released":
@@ -224,7 +262,7 @@ class Recipe:
             rule=rule,
             padding=self.padding,
             momentum=self.momentum,
-            weight_decay=at_least_zero("weight_decay", self.weight_decay, "the weight decay"),
+            weight_decay=self.weight_decay,
             ema=self.ema,
             previous=other,
             augment=None if self.augment is None else AUGMENTATIONS[self.augment],
@@ -258,9 +296,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
             data: Any = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            data = yaml.safe_load(text)
+            data = _yaml(text)
         else:
             raise ModelMixError(f"{path} is not a recipe: give a .toml, .yaml or .yml file.")
     except ModelMixError:
@@ -272,16 +308,54 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def _fits(value: Any, kind: str) -> bool:
-    """Is a value of the kind a field is declared as?"""
-    if value is None:
-        return "None" in kind
-    if isinstance(value, bool):
-        return "bool" in kind
-    if isinstance(value, int):
-        return "int" in kind or "float" in kind or "Changing" in kind
-    if isinstance(value, float):
-        return "float" in kind or "Changing" in kind or ("int" in kind and value == int(value))
-    if isinstance(value, str):
-        return "str" in kind
-    return isinstance(value, Mapping) and "Changing" in kind
+def _yaml(text: str) -> Any:
+    """YAML as people mean it: 1e-5 is a number, and a name that comes twice is a mistake."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        pairs = [(loader.construct_object(k, deep=True), loader.construct_object(v, deep=True)) for k, v in node.value]
+        if len({str(key) for key, _ in pairs}) != len(pairs):
+            raise ValueError(f"a name comes twice in line {node.start_mark.line + 1} or after")
+        return dict(pairs)
+
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+    return yaml.load(text, Loader)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
+
+
+_WORDS = {
+    "str": "a text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "Changing": "a number or a schedule",
+}
+
+
+def _of_kind(name: str, value: Any, kind: str) -> Any:
+    """A value as the type its field is declared with: 100.0 is taken as 100, 3 as 3.0."""
+    kind, optional = kind.removesuffix(" | None"), kind.endswith("None")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None and optional:
+        return None
+    if kind == "Changing" and isinstance(value, Mapping):
+        return {str(key): entry for key, entry in value.items()}
+    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
+        return value
+    with suppress(ValueError, OverflowError):  # not a number; past the range of floats
+        if number and kind == "int" and value == int(value):
+            return int(value)
+        if number and kind in ("float", "Changing"):
+            return float(value)
+    raise ModelMixError(f"{name} = {value!r} is not of the right kind: it must be {_WORDS[kind]}.")

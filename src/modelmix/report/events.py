@@ -6,13 +6,18 @@ a protocol-buffer ``Event``, of which scalars need five fields. A few lines here
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from modelmix.errors import ModelMixError
+from modelmix.files import write_atomically
 
 
 def _crc_table() -> list[int]:
@@ -57,29 +62,52 @@ def _field(number: int, payload: bytes) -> bytes:
 def event(step: int, scalars: Mapping[str, float], wall_time: float) -> bytes:
     """One ``Event`` with the scalars of a step."""
     values = b"".join(
-        _field(1, _field(1, tag.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value))
-        for tag, value in scalars.items()
+        _field(1, _field(1, tag.encode()) + _varint(2 << 3 | 5) + _float32(value)) for tag, value in scalars.items()
     )
     head = _varint(1 << 3 | 1) + struct.pack("<d", wall_time) + _varint(2 << 3) + _varint(step)
     return head + _field(5, values)
 
 
-class EventFile:
-    """One file of events in ``folder``; a resumed run begins another, as TensorBoard expects."""
+def _float32(value: float) -> bytes:
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(math.inf, value))
 
-    def __init__(self, folder: str | Path) -> None:
+
+def _row(row: Mapping[str, Any], wall_time: float) -> bytes:
+    scalars = {tag: value for tag, value in row.items() if tag != "step" and value is not None}
+    return record(event(row["step"], scalars, wall_time))
+
+
+class EventFile:
+    """The metrics of a run as one file of events in ``folder``.
+
+    A row is a step, the seconds of training so far, and scalars of which some may be None. A resumed run begins a new
+    file with the rows up to there, and the old one goes: no point is missing, double or half-written.
+    """
+
+    def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
         now = time.time()
+        began = now - (rows[-1]["seconds"] if rows else 0.0)
         self.path = Path(folder) / f"events.out.tfevents.{int(now)}.{os.getpid()}.{time.monotonic_ns()}"
         head = _varint(1 << 3 | 1) + struct.pack("<d", now) + _field(3, b"brain.Event:2")
-        self._append(record(head))
+        write_atomically(self.path, b"".join([record(head), *(_row(row, began + row["seconds"]) for row in rows)]))
+        for old in self.path.parent.glob("events.out.tfevents.*"):
+            if old != self.path:
+                with suppress(OSError):
+                    old.unlink()
 
-    def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._append(record(event(step, scalars, time.time())))
-
-    def _append(self, data: bytes) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Appends a row whole, or leaves the file as it was."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:
-                file.write(data)
+            with open(self.path, "ab", buffering=0) as file:
+                before, data = file.tell(), _row(row, time.time())
+                try:
+                    if file.write(data) != len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except BaseException:
+                    file.truncate(before)
+                    raise
         except OSError as error:
             raise ModelMixError(f"cannot write {self.path}: {error.strerror}.") from None

@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.files import write_atomically
+from modelmix.files import TEMPORARY, write_atomically
 from modelmix.privacy.ledger import Ledger
 
 SCHEMA, VERSION = "modelmix-run", 1
@@ -34,9 +35,29 @@ class RunFolder:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    def has(self, name: str) -> bool:
+        return os.path.exists(self.file(name))
+
     @property
     def holds_a_run(self) -> bool:
-        return self.file("config.json").exists() or self.file("checkpoint.npz").exists()
+        return self.has("config.json") or self.has("checkpoint.npz")
+
+    def require_vacant(self) -> None:
+        """Refuses a place that is in use for something."""
+        try:
+            found = [name for name in os.listdir(self.path) if not name.startswith(".")]
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            raise ModelMixError(f"{self.path} is a file, or inside one: give a folder for the run.") from None
+        except OSError as error:
+            raise self._unusable(error) from None
+        if self.holds_a_run:
+            raise ModelMixError(
+                f"{self.path} holds a run already: go on with it by resume=True (--resume), or choose another folder."
+            )
+        if found:
+            raise ModelMixError(f"{self.path} is not empty and holds no run: choose another folder.")
 
     def __enter__(self) -> RunFolder:
         """Makes the folder and locks it for this process; the lock dies with the process."""
@@ -44,39 +65,42 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.file(".lock"), "a")  # held as long as the context is
         except OSError as error:
-            raise ModelMixError(f"cannot use {self.path} as a run folder: {error.strerror}.") from None
+            raise self._unusable(error) from None
         try:
             import fcntl
 
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # no such locks on this system
-            pass
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise ModelMixError(
                 f"{self.path} is in use by another process: wait for it or choose another folder."
             ) from None
+        except (ImportError, OSError):  # no such locks on this system, or none on this disk
+            pass
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
+
+    def _unusable(self, error: OSError) -> ModelMixError:
+        return ModelMixError(f"cannot use {self.path} as a run folder: {error.strerror}. Choose another.")
 
     def read_json(self, name: str) -> dict[str, Any]:
         try:
             data = json.loads(self.file(name).read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelMixError(f"cannot read {self.file(name)}: {error.strerror}.") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ModelMixError(f"{self.file(name)} is not whole JSON: it was cut off or edited; restore it.") from None
         if not isinstance(data, dict):
-            raise ModelMixError(f"{self.file(name)} must hold a JSON object.")
+            raise ModelMixError(f"{self.file(name)} must hold a JSON object: restore it.")
         return data
 
-    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
-        write_atomically(self.file(name), json.dumps(data, indent=1) + "\n")
+    def write_json(self, name: str, data: Mapping[str, Any], *, secret: bool = False) -> None:
+        self._write(name, json.dumps(data, indent=1) + "\n", secret=secret)
 
     def save_ledger(self, ledger: Ledger) -> None:
-        ledger.save(self.file("ledger.json"))
+        self._write("ledger.json", ledger.to_json())
 
     def load_ledger(self) -> Ledger:
         return Ledger.load(self.file("ledger.json"))
@@ -87,31 +111,35 @@ class RunFolder:
         content = {name: t.detach().cpu().numpy() for name, t in arrays.items()}
         text = json.dumps(meta).encode()
         np.savez(buffer, allow_pickle=False, meta=np.frombuffer(text, dtype=np.uint8), **content)
-        write_atomically(self.file("checkpoint.npz"), buffer.getvalue(), secret=True)
+        self._write("checkpoint.npz", buffer.getvalue(), secret=True)
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The float64 vectors and the rest, as they were saved."""
         path = self.file("checkpoint.npz")
         try:
-            with np.load(path, allow_pickle=False) as content:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
                 arrays = {name: content[name] for name in content.files}
             meta = json.loads(arrays.pop("meta").tobytes())
-        except FileNotFoundError:
-            raise ModelMixError(f"{self.path} holds no checkpoint: nothing to resume.") from None
+            if not isinstance(meta, dict) or any(a.dtype != np.float64 for a in arrays.values()):
+                raise TypeError
+            return {name: torch.from_numpy(a) for name, a in arrays.items()}, meta
         except Exception as error:  # numpy has many ways of saying that a file is not whole
             raise ModelMixError(f"{path} is not a whole checkpoint ({type(error).__name__}): restore it.") from None
-        return {name: torch.from_numpy(a) for name, a in arrays.items()}, meta
 
     def save_model(self, name: str, state: Mapping[str, Tensor]) -> None:
         """A state dict with the model's own keys; ``torch.load(..., weights_only=True)`` reads it."""
         buffer = io.BytesIO()
         torch.save({key: value.detach().cpu().clone() for key, value in state.items()}, buffer)
-        write_atomically(self.file(name), buffer.getvalue())
+        self._write(name, buffer.getvalue())
+
+    def _write(self, name: str, content: str | bytes, *, secret: bool = False) -> None:
+        try:
+            write_atomically(self.file(name), content, secret=secret)
+        except ModelMixError as error:
+            raise ModelMixError(f"{error} Nothing kept is lost: mend this, then resume=True (--resume).") from None
 
     def sweep(self) -> None:
         """Removes what a killed process left half-written; those files were never in use."""
-        for path in self.path.glob(".*.*"):
-            if path.is_file() and path.name != ".lock":
-                try:
-                    os.unlink(path)
-                except OSError:
-                    continue
+        for path in self.path.rglob(TEMPORARY):
+            with suppress(OSError):
+                path.unlink()

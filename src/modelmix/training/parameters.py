@@ -10,6 +10,24 @@ from torch import Tensor, nn
 from modelmix.errors import ModelMixError
 
 
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Two tensors in one place in memory, of which one is trained, would be trained apart and kept as one."""
+    spans = []
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        if t.numel() and t.layout == torch.strided:
+            last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+            start = t.data_ptr()
+            spans.append((str(t.device), start, start + (last + 1) * t.element_size(), name, t.requires_grad))
+    ends: dict[tuple[str, bool], int] = {}  # how far memory is taken, by device, by all tensors and by trained ones
+    for device, start, end, name, trained in sorted(spans):
+        if start < ends.get((device, not trained), 0):
+            raise ModelMixError(
+                f"{name} shares memory with another tensor of the model: tie parameters by assigning one Parameter."
+            )
+        for kind in (False, True) if trained else (False,):
+            ends[device, kind] = max(end, ends.get((device, kind), 0))
+
+
 class FlatParameters:
     """Order, names and shapes of the parameters that require a gradient; a tied parameter counts once.
 
@@ -26,6 +44,7 @@ class FlatParameters:
             raise ModelMixError(
                 f"parameter {odd[0]} is {self._parameters[odd[0]].dtype}: only real floats are trained."
             )
+        _refuse_shared_memory(model)
         self.sizes = [p.numel() for p in self._parameters.values()]
         self.size = sum(self.sizes)
 

@@ -27,20 +27,21 @@ class Progress:
         self._task: Any = None
         self._last = 0.0
         self._done = 0
-        self._show = sys.stderr.isatty() if show is None else show
+        self._show = total > 0 and (sys.stderr.isatty() if show is None else show)
 
     def __enter__(self) -> Progress:
         if self._show:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
+            from rich.table import Column
 
             self._bar = Bar(
                 TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
+                BarColumn(),  # the only one that gives way where there is little room
+                MofNCompleteColumn(table_column=Column(no_wrap=True)),
                 TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(table_column=Column(no_wrap=True)),
                 TextColumn("{task.fields[privacy]}"),
                 console=Console(stderr=True),
             )

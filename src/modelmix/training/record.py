@@ -8,6 +8,7 @@ must be what they were.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -20,9 +21,11 @@ from torch import Tensor
 from modelmix._version import __version__
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.ledger import Ledger
+from modelmix.report.events import EventFile
 from modelmix.training.folder import SCHEMA, VERSION, RunFolder
 
 Fingerprint = Callable[[bytes], str]
+_SALT_BYTES = 16
 
 
 class Record:
@@ -42,21 +45,32 @@ class Record:
         self._settings = json.loads(json.dumps(settings))
         self._seed = seed
         self._fingerprint = fingerprint
-        self._salt = os.urandom(16)
+        self._salt = os.urandom(_SALT_BYTES)
         self._digest: str | None = None
-        self._events: Any = None
+        self._published: list[dict[str, Any]] = []
+        self._events: EventFile | None = None
+        self._stamp: object = None
+
+    def __enter__(self) -> Record:
+        """Locks the folder, if it still is as this record left it."""
+        self.folder.__enter__()
+        if self._stamp != self._present():
+            self.folder.__exit__()
+            raise ModelMixError(
+                f"{self.folder.path} was changed by another run or by hand since it was last read: make a new trainer "
+                "with resume=True (--resume)."
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.folder.__exit__()
+
+    def _present(self) -> object:
+        """Which config and which checkpoint lie in the folder; every one that is written is another."""
+        return [_identity(self.folder.file(name)) for name in ("config.json", "checkpoint.npz")]
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Writes the settings of a new run into a new or empty folder."""
-        path = self.folder.path
-        if path.exists() and not path.is_dir():
-            raise ModelMixError(f"{path} is a file: give a folder for the run.")
-        if self.folder.holds_a_run:
-            raise ModelMixError(
-                f"{path} holds a run already: go on with it by resume=True (--resume), or choose another folder."
-            )
-        if path.exists() and any(not file.name.startswith(".") for file in path.iterdir()):
-            raise ModelMixError(f"{path} is not empty and holds no run: choose another folder.")
         config = {
             "schema": SCHEMA,
             "version": VERSION,
@@ -67,32 +81,47 @@ class Record:
             "settings": self._settings,
             **about,
         }
+        self.folder.require_vacant()
         with self.folder:
+            self.folder.require_vacant()  # another process may have been quicker
+            self.folder.sweep()
             self.folder.write_json("config.json", config)
+            self._stamp = self._present()
 
     def resume(self) -> tuple[dict[str, Tensor], dict[str, Any], Ledger] | None:
         """The last checkpoint and the ledger; None if the run stopped before its first step."""
-        folder, path = self.folder, self.folder.path
-        with folder:
-            folder.sweep()
-        config = folder.read_json("config.json")
-        if config.get("schema") != SCHEMA or config.get("version") != VERSION:
-            raise ModelMixError(f"{path} holds no run that this program can read.")
-        theirs = config.get("settings", {})
-        odd = sorted(key for key in {*self._settings, *theirs} if self._settings.get(key) != theirs.get(key))
-        if odd or config.get("seed") != self._seed:
+        with self.folder:
+            self.folder.sweep()
+            self._require_same_run()
+            found = self._last_state()
+            self._stamp = self._present()
+        return found
+
+    def _require_same_run(self) -> None:
+        config, path = self.folder.read_json("config.json"), self.folder.path
+        settings = config.get("settings")
+        if config.get("schema") != SCHEMA or config.get("version") != VERSION or not isinstance(settings, dict):
+            raise ModelMixError(f"{path} holds no run that this program can read: restore config.json.")
+        ours, theirs = {**self._settings, "seed": self._seed}, {**settings, "seed": config.get("seed")}
+        odd = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+        if odd:
             raise ModelMixError(
-                f"{path} holds a run with other settings ({', '.join(odd or ['seed'])}): resume it with its own, or "
-                "choose another folder."
+                f"{path} holds a run with other settings ({', '.join(odd)}): resume it with its own, or choose another "
+                "folder."
             )
-        if not folder.file("checkpoint.npz").exists():
-            if folder.file("ledger.json").exists() and folder.load_ledger().steps:
-                raise ModelMixError(f"{path} has a ledger and no checkpoint: restore checkpoint.npz.")
+
+    def _last_state(self) -> tuple[dict[str, Tensor], dict[str, Any], Ledger] | None:
+        folder, path = self.folder, self.folder.path
+        if not folder.has("checkpoint.npz"):
+            if folder.has("metrics.json") or (folder.has("ledger.json") and folder.load_ledger().steps):
+                raise ModelMixError(f"{path} was under way and has no checkpoint: restore checkpoint.npz.")
             return None
         arrays, meta = folder.load_checkpoint()
         try:
             self._salt = bytes.fromhex(meta["salt"])
             step, digest = int(meta["step"]), str(meta["fingerprint"])
+            if len(self._salt) != _SALT_BYTES:
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             raise ModelMixError(f"the checkpoint of {path} is not readable: restore it.") from None
         if digest != self._fingerprint(self._salt):
@@ -108,20 +137,25 @@ class Record:
         return arrays, meta, ledger
 
     def keep(self, ledger: Ledger, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Ledger first, then the state."""
+        """Ledger first, then the state, then what people may see of it."""
         if self._digest is None:
             self._digest = self._fingerprint(self._salt)
         self.folder.save_ledger(ledger)
         self.folder.save_checkpoint(arrays, {**meta, "salt": self._salt.hex(), "fingerprint": self._digest})
+        self._stamp = self._present()
+        if meta["metrics"] != self._published:
+            self._publish(meta["metrics"])
 
-    def measured(self, rows: list[dict[str, Any]]) -> None:
-        """Metrics of a state that is kept already, also as TensorBoard events."""
-        from modelmix.report.events import EventFile
-
-        self.folder.write_json("metrics.json", {"rows": rows})
+    def _publish(self, rows: list[dict[str, Any]]) -> None:
+        """Metrics of states that are kept already, also as TensorBoard events."""
+        # JSON has no infinities.
+        finite = [{k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in r.items()} for r in rows]
+        self.folder.write_json("metrics.json", {"rows": finite})
         if self._events is None:
-            self._events = EventFile(self.folder.file("events"))
-        self._events.add(rows[-1]["step"], {k: v for k, v in rows[-1].items() if k != "step" and v is not None})
+            self._events = EventFile(self.folder.file("events"), rows)
+        else:
+            self._events.add(rows[-1])
+        self._published = [dict(row) for row in rows]
 
     def finish(self, models: Mapping[str, Mapping[str, Tensor]], diagnostics: Mapping[str, Any]) -> None:
         """The models, the diagnostics and the page."""
@@ -129,5 +163,13 @@ class Record:
 
         for name, state in models.items():
             self.folder.save_model(name, state)
-        self.folder.write_json("diagnostics.json", diagnostics)
+        self.folder.write_json("diagnostics.json", diagnostics, secret=True)
         write_report(self.folder.path)
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

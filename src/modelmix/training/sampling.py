@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from modelmix.errors import ModelMixError, UnprovedError
 
 _ON_DEVICE = 4 * 2**30
+_LOOKED_AT = 16
 POISSON = "every sample enters a batch with probability q, independently of all others and of all other steps"
 
 
@@ -82,11 +83,7 @@ class TensorSource:
 
     def fingerprint(self, salt: bytes) -> str:
         """A digest under a secret salt: it recognises the data and tells an outsider nothing."""
-        digest = hashlib.blake2b(key=salt, digest_size=16)
-        for t in self._leaves:
-            digest.update(f"{t.dtype}{tuple(t.shape)}".encode())
-            digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
-        return digest.hexdigest()
+        return _digest_of(self._leaves, salt).hex()
 
 
 class DatasetSource:
@@ -134,8 +131,12 @@ class DatasetSource:
             yield Chunk(inputs, targets, weights.popleft())
 
     def fingerprint(self, salt: bytes) -> str:
-        """Of the number of samples only: a ``Dataset`` may augment, so its items are not the same twice."""
-        return hashlib.blake2b(f"dataset of {self.n}".encode(), key=salt, digest_size=16).hexdigest()
+        """Of the number of samples and of some of them, where they are the same twice: a ``Dataset`` may augment."""
+        digest = hashlib.blake2b(f"dataset of {self.n}".encode(), key=salt, digest_size=16)
+        for i in range(0, self.n, max(1, self.n // _LOOKED_AT)):
+            once, again = (_digest_of(self.dataset[i], salt) for _ in range(2))
+            digest.update(once if once == again else b"changing")
+        return digest.hexdigest()
 
 
 Source = TensorSource | DatasetSource
@@ -169,7 +170,7 @@ def as_source(data: Any, workers: int = 0) -> Source:
         )
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
-    if hasattr(data, "x") and hasattr(data, "y"):
+    if hasattr(data, "x") and hasattr(data, "y") and not hasattr(data, "__getitem__"):
         data = (data.x, data.y)
     if isinstance(data, tuple | list) and len(data) == 2:
         source: Source = TensorSource(*data)
@@ -183,6 +184,17 @@ def as_source(data: Any, workers: int = 0) -> Source:
     if source.n == 0:
         raise ModelMixError("the training set is empty: it needs at least one sample.")
     return source
+
+
+def _digest_of(sample: Any, salt: bytes) -> bytes:
+    digest = hashlib.blake2b(key=salt, digest_size=16)
+    for leaf in tree_flatten(sample)[0]:
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.digest()
 
 
 def _tensor(value: Any) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, mixing_width
 from modelmix.privacy.validation import probability, whole
+from modelmix.report.words import up
 from modelmix.training import engines
 from modelmix.training.clipping import Clip
 from modelmix.training.diagnostics import Diagnostics
@@ -125,6 +128,7 @@ class Trainer:
         )
         first = self.mechanism_at(1)
         self._rule.check(first)
+        self._classes = self._count_classes()
         self._check_samples()
         self._engine = self._performance.engine
         if self._engine == "auto":
@@ -224,13 +228,13 @@ class Trainer:
         evaluate_every: int | None = None,
         progress: bool | None = None,
     ) -> Trainer:
-        """Takes ``steps`` more steps.
+        """Takes ``steps`` more steps; 0 takes none and completes the files of the run folder.
 
         Args:
-            evaluate_every: steps between evaluations on the test set, each with a checkpoint before it; None does 20.
+            evaluate_every: steps between evaluations on the test set, each with a checkpoint; None does 20.
             progress: None shows a bar if stderr is a terminal.
         """
-        steps = whole("steps", steps, "the number of steps", least=1)
+        steps = whole("steps", steps, "the number of steps", least=0)
         every = (
             max(1, steps // _EVALUATIONS)
             if evaluate_every is None
@@ -242,13 +246,16 @@ class Trainer:
         if self._record is None:
             self._loop(end, every, progress)
         else:
-            with self._record.folder:
+            with self._record:
                 self._loop(end, every, progress)
                 self._finish()
         return self
 
     def _loop(self, end: int, every: int, progress: bool | None) -> None:
         began, before, steps = time.monotonic(), self._seconds, end - self.step
+        due = self.step > 0 and (self.step % every == 0 or not steps)
+        if due and not any(row["step"] == self.step for row in self._metrics):
+            self._measure()  # an interrupt came between the state and its evaluation
         self._keep()
         try:
             with Progress(steps, self._describe, progress) as bar:
@@ -257,13 +264,10 @@ class Trainer:
                     self._seconds = before + time.monotonic() - began
                     bar.advance()
                     if self.step % every == 0 or self.step == end:
-                        self._keep()
                         self._measure()
-        except ModelMixError:
+                        self._keep()
+        except BaseException:
             self._keep()  # the last whole state; what failed has changed nothing
-            raise
-        except KeyboardInterrupt:
-            self._keep()
             raise
         finally:
             self._write_model()
@@ -281,9 +285,10 @@ class Trainer:
     def _one_step(self, chunks: Iterator[Chunk]) -> None:
         step = self.step + 1
         mechanism, eta, draws = self.mechanism_at(step), self._lr.at(step), self._randomness.step()
-        total = self._clipped_sum(chunks, self._clip_of(mechanism), draws)
+        diagnostics = copy.deepcopy(self._diagnostics)
+        total = self._clipped_sum(chunks, self._clip_of(mechanism), draws, diagnostics)
         self._account(step, mechanism)
-        self._state = take_step(
+        state = take_step(
             self._state,
             total,
             draws,
@@ -293,9 +298,12 @@ class Trainer:
             eta=eta,
             expected_batch=mechanism.sample_rate * self._source.n,
         )
-        self._randomness.advance()
+        self._randomness.advance()  # first, so that wherever an interrupt falls no key outlives the state that used it
+        self._state, self._diagnostics = state, diagnostics
 
-    def _clipped_sum(self, chunks: Iterator[Chunk], clip: Clip, draws: StepRandomness) -> Tensor:
+    def _clipped_sum(
+        self, chunks: Iterator[Chunk], clip: Clip, draws: StepRandomness, diagnostics: Diagnostics
+    ) -> Tensor:
         parameters = self._flat.views(self._rule.gradient_point(self._state))
         total = torch.zeros_like(self._state.last)
         generator = draws.generator("augment", self._device)
@@ -333,9 +341,9 @@ class Trainer:
                         f"and the run stands at step {self.step}. Lower lr, or let such samples count as zero with "
                         'nonfinite="drop".'
                     )
-                self._diagnostics.add(part)
+                diagnostics.add(part)
         self._watch.check()
-        self._diagnostics.add_draw(drawn)
+        diagnostics.add_draw(drawn)
         return total
 
     def _clip_of(self, mechanism: Mechanism) -> Clip:
@@ -400,23 +408,31 @@ class Trainer:
 
     def _check_targets(self, targets: Any, split: str = "training") -> None:
         """Labels that the model has no output for: an index error at best, on a GPU a dead process."""
-        name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        if name not in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss") or not isinstance(targets, Tensor):
-            return
-        inputs, _ = self._source.head(1)
-        with torch.no_grad():
-            inputs = tree_map(lambda t: t.to(self._device), inputs)
-            outputs = engines.universal.call(self._model, inputs)
-        if not is_classification(outputs, targets) or targets.numel() == 0:
+        if (
+            self._classes is None
+            or not isinstance(targets, Tensor)
+            or targets.dim() != 1
+            or targets.is_floating_point()
+        ):
             return
         ignored = getattr(self._loss, "ignore_index", -100)
         kept = targets[targets != ignored]
         low, high = (int(kept.min()), int(kept.max())) if kept.numel() else (0, 0)
-        if low < 0 or high >= outputs.shape[1]:
+        if low < 0 or high >= self._classes:
             raise ModelMixError(
-                f"the {split} labels run from {low} to {high} and the model has {outputs.shape[1]} outputs: labels "
-                f"must be 0 to {outputs.shape[1] - 1}."
+                f"the {split} labels run from {low} to {high} and the model has {self._classes} outputs: labels must "
+                f"be 0 to {self._classes - 1}."
             )
+
+    def _count_classes(self) -> int | None:
+        """The number of labels the loss can take, for the losses that take labels."""
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        if name not in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
+            return None
+        inputs, targets = tree_map(lambda t: t.to(self._device), self._source.head(1))
+        with torch.no_grad():
+            outputs = engines.universal.call(self._model, inputs)
+        return int(outputs.shape[1]) if is_classification(outputs, targets) else None
 
     def _check_untouched(self) -> None:
         check_model(self._model)
@@ -431,7 +447,7 @@ class Trainer:
     # Keeping.
 
     def _settings(self) -> dict[str, Any]:
-        """Everything a step's outcome depends on, besides data and randomness."""
+        """Everything a step's outcome depends on, besides data and randomness, and the delta of its metrics."""
         plan = (
             [phase.as_dict() for phase in self._plan.phases] if isinstance(self._plan, Ledger) else self._plan.as_dict()
         )
@@ -449,6 +465,8 @@ class Trainer:
             if self._augment is None
             else getattr(self._augment, "__name__", type(self._augment).__name__),
             "nonfinite": self._nonfinite,
+            "loss": getattr(self._loss, "__name__", type(self._loss).__name__),
+            "delta": self._delta,
             "mechanism": plan,
             "samples": self._source.n,
             "parameters": self._flat.shapes,
@@ -478,16 +496,21 @@ class Trainer:
             return
         arrays, meta, ledger = found
         vectors = {name: t.to(self._device) for name, t in arrays.items()}
-        if any(t.shape != (self._flat.size,) for t in vectors.values()) or ledger.unproved != self._rule.unproved:
+        names = {"last", "previous", "velocity", *(["average"] if self._rule.ema is not None else [])}
+        if set(vectors) != names or any(t.shape != (self._flat.size,) for t in vectors.values()):
             raise ModelMixError("the checkpoint is not of this model and rule: choose another folder.")
-        self._state = State(
-            vectors["last"], vectors["previous"], vectors["velocity"], vectors.get("average"), int(meta["step"])
-        )
+        ran = chain.from_iterable(repeat(phase.mechanism, phase.steps) for phase in ledger.phases)
+        if ledger.unproved != self._rule.unproved or any(m != self.mechanism_at(k) for k, m in enumerate(ran, 1)):
+            raise ModelMixError("the ledger is not of this run: restore ledger.json.")
         self._ledger = ledger
-        self._randomness = Randomness.from_state(meta["randomness"])
-        self._diagnostics.restore(meta["diagnostics"])
-        self._metrics = [dict(row) for row in meta["metrics"]]
-        self._seconds = float(meta["seconds"])
+        try:
+            self._randomness = Randomness.from_state(meta["randomness"])
+            self._diagnostics.restore(meta["diagnostics"])
+            self._metrics = [dict(row) for row in meta["metrics"]]
+            self._seconds = float(meta["seconds"])
+            self._state = State(step=int(meta["step"]), **vectors)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ModelMixError("the checkpoint is not readable: restore checkpoint.npz.") from None
         self._write_model()
 
     def _keep(self) -> None:
@@ -506,7 +529,7 @@ class Trainer:
         self._record.keep(self._ledger, arrays, meta)
 
     def _measure(self) -> None:
-        """What people may see of the present state, which is on disk by now."""
+        """What people will see of the present state, once it is kept."""
         row: dict[str, Any] = {"step": self.step, "lr": self._lr.at(self.step), "seconds": round(self._seconds, 3)}
         row["epsilon"] = None if self._ledger.unproved else self.epsilon()
         if self._test is not None:
@@ -515,12 +538,9 @@ class Trainer:
             if self._state.average is not None:
                 row["ema_accuracy"] = self.evaluate(averaged=True)["accuracy"]
         self._metrics = [old for old in self._metrics if old["step"] < self.step] + [row]
-        if self._record is not None:
-            self._record.measured(self._metrics)
 
     def _finish(self) -> None:
         assert self._record is not None
-        self._keep()  # with the last metrics
         models = {"model.pt": self._state_dict(self._state.last)}
         if self._state.average is not None:
             models["model-ema.pt"] = self._state_dict(self._state.average)
@@ -544,5 +564,5 @@ class Trainer:
     def _describe(self) -> str:
         if self._ledger.unproved:
             return "epsilon: not proved"
-        note = " (seeded: tests only)" if self._randomness.seeded else ""
-        return f"epsilon {self.epsilon():.3f} at delta {self._delta:g}{note}"
+        note = ", seeded" if self._randomness.seeded else ""
+        return f"epsilon {up(self.epsilon(), 3)} at delta {self._delta:g}{note}"

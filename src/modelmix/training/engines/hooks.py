@@ -6,30 +6,18 @@ It rests on the model treating every sample alone. The caller checks that on a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
-from modelmix.training.engines.layers import rule_for
-
-Loss = Callable[[Any, Any], Tensor]
-
-
-def trained_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that own a trained parameter themselves."""
-    for name, module in model.named_modules():
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
-            yield name, module
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The one name under which each trained parameter is known, however often it is tied."""
-    return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+from modelmix.training.engines.layers import any_layer, cannot_follow, rule_for
+from modelmix.training.engines.universal import Loss, any_speed, call_at, one_number
 
 
 class Capture:
@@ -39,23 +27,23 @@ class Capture:
 
     Args:
         model: the model.
-        copies: rows that belong to one sample, next to each other.
-        leaf: make the first outputs leaves of the graph, where parameters do not require gradients themselves.
+        samples: among which the rows of a layer's input are divided evenly, in order; None: every row is a sample.
+        parameters: the values the model is run with, none of which requires a gradient; the first outputs that depend
+            on them then become ``leaves`` of the graph. None: the model runs with parameters of its own, which do.
     """
 
-    def __init__(self, model: nn.Module, *, copies: int = 1, leaf: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, samples: int | None = None, parameters: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.leaves: list[Tensor] = []
-        self.copies = copies
-        self._leaf = leaf
-        self._busy = False
-        self._names = parameter_names(model)
-        self._layers = list(trained_layers(model))
+        self._samples = samples
+        self._parameters = parameters
+        # The one name under which each trained parameter is known, however often it is tied.
+        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._trained = {
-            module: {
-                own: self._names[id(p)] for own, p in module.named_parameters(recurse=False) if id(p) in self._names
-            }
-            for _, module in self._layers
+            module: {own: names[id(p)] for own, p in module.named_parameters(recurse=False) if id(p) in names}
+            for module in model.modules()
         }
 
     @contextmanager
@@ -66,29 +54,34 @@ class Capture:
         finally:
             for handle in handles:
                 handle.remove()
+            self.leaves.clear()  # leaves know their hooks and these know us: let memory go at once
 
     def attach(self) -> list[Any]:
-        return [module.register_forward_hook(self._forward) for _, module in self._layers]
+        # In front of other hooks: what they do to an output is not the layer's doing.
+        return [
+            module.register_forward_hook(self._forward, prepend=True, with_kwargs=True)
+            for module, own in self._trained.items()
+            if own
+        ]
 
     def clear(self) -> None:
         self.gradients.clear()
         self.leaves.clear()
 
-    def _forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        if self._busy or not torch.is_grad_enabled():
+    def _forward(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        if not torch.is_grad_enabled():
             return None
-        if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
-            raise ModelMixError(
-                f"the hook engine cannot follow {type(module).__name__}: it needs layers of one tensor in and one out; "
-                'use engine="universal".'
-            )
+        if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
+            raise cannot_follow(module, "it needs layers of one tensor in and one out")
         x = arguments[0].detach()
         version = x._version
         returned = None
-        if self._leaf and not output.requires_grad:
-            leaf = output.detach().requires_grad_()
-            self.leaves.append(leaf)
-            output, returned = leaf, leaf.clone()  # a copy, because layers that work in place may not touch a leaf
+        if self._parameters is not None and not output.requires_grad:
+            output = output.detach().requires_grad_()
+            self.leaves.append(output)
+            returned = output.clone()  # a layer that works in place may not touch a leaf
+        elif output._is_view():
+            returned = output.clone()  # and would cut a view, with the hook on it, out of the graph
 
         def collect(g: Tensor) -> None:
             if x._version != version:
@@ -97,42 +90,42 @@ class Capture:
                     'make that operation out of place or use engine="universal".'
                 )
             with torch.no_grad():
-                self._add(module, x, g.detach())
+                self._add(module, x.to(g.dtype) if x.is_floating_point() else x, g.detach())
 
         if output.requires_grad:
             output.register_hook(collect)
         return returned
 
     def _add(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        self._busy = True  # a rule may run the layer again, and must not be listened to
-        try:
-            found = rule_for(module)(module, x.to(g.dtype) if x.is_floating_point() else x, g, self.copies)
-        finally:
-            self._busy = False
+        samples = self._samples or x.shape[0]
+        if x.dim() == 0 or x.shape[0] % samples or g.shape[:1] != x.shape[:1]:
+            raise cannot_follow(module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first")
+        rule = rule_for(module)
+        if rule is not None:
+            found = rule(module, x, g, x.shape[0] // samples)
+        else:
+            found = any_layer(module, self._values(module), x, g, x.shape[0] // samples)
         for own, name in self._trained[module].items():
             self.gradients[name] = self.gradients[name] + found[own] if name in self.gradients else found[own]
+
+    def _values(self, module: nn.Module) -> dict[str, Tensor]:
+        if self._parameters is not None:
+            return {own: self._parameters[name] for own, name in self._trained[module].items()}
+        return {own: p.detach() for own, p in module.named_parameters(recurse=False) if own in self._trained[module]}
 
 
 def per_sample(
     model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
 ) -> dict[str, Tensor]:
     """The gradient of every sample, by parameter; a parameter the samples do not use is missing."""
-    from modelmix.training.engines.universal import call
-
-    capture = Capture(model, copies=copies, leaf=True)
     fixed = {name: value.detach() for name, value in parameters.items()}
+    capture = Capture(model, samples=tree_leaves(inputs)[0].shape[0] // copies, parameters=fixed)
     with torch.enable_grad(), capture.listening():
-        outputs = call(lambda *a, **k: functional_call(model, fixed, a, k), inputs)
-        each = vmap(lambda o, t: loss(o, t), randomness="different")(_rows(outputs), _rows(targets))
-        if each.dim() != 1:
-            raise ModelMixError(f"the loss of one sample must be one number; it has the shape {tuple(each.shape[1:])}.")
-        if capture.leaves:
+        outputs = call_at(model, fixed, inputs)
+        # Every sample as a batch of one, so that a loss written for batches can be mapped over samples.
+        rows = tree_map(lambda t: t[:, None], (outputs, targets))
+        with any_speed():
+            each = vmap(lambda o, t: one_number(loss(o, t)), randomness="different")(*rows)
+        if each.requires_grad and capture.leaves:
             torch.autograd.grad(each.sum() / copies, capture.leaves, allow_unused=True)
     return capture.gradients
-
-
-def _rows(tree: Any) -> Any:
-    """Every sample as a batch of one, so that a loss written for batches can be mapped over samples."""
-    from torch.utils._pytree import tree_map
-
-    return tree_map(lambda t: t[:, None], tree)

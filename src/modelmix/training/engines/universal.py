@@ -5,13 +5,15 @@ Each sample runs alone, so nothing can leak from one into the gradient of anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
 
@@ -27,13 +29,43 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
+def call_at(model: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> Any:
+    """A model on its inputs with other values of its parameters, by the names of ``named_parameters``.
+
+    Every place where a parameter lives is named once. Left to find tied parameters by itself, ``functional_call`` swaps
+    a module that is registered twice two times, and does not put its parameters back.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    places = {
+        f"{path}.{own}".lstrip("."): parameters[names[id(p)]]
+        for path, module in model.named_modules()
+        for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if names[id(p)] in parameters
+    }
+    return call(lambda *a, **k: functional_call(model, places, a, k, tie_weights=False), inputs)
+
+
+@contextmanager
+def any_speed() -> Iterator[None]:
+    """Operations that ``vmap`` runs one by one are right all the same; nobody can act on its warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def one_number(value: Tensor) -> Tensor:
+    """The loss of one sample; the mean, where the loss does not reduce."""
+    return value.reshape(()) if value.numel() == 1 else value.mean()
+
+
 def sample_loss(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-    """The mean loss over the copies of one sample, given as a small batch."""
-    outputs = call(lambda *a, **k: functional_call(model, parameters, a, k), inputs)
-    value = loss(outputs, targets)
-    if value.dim() != 0 and value.numel() != 1:
-        value = value.mean()  # a loss without reduction, over the copies of one sample
-    return value.reshape(())
+    """The mean over the copies of one sample, given as a small batch, of the loss of each."""
+    outputs = call_at(model, parameters, inputs)
+    copies = tree_leaves(inputs)[0].shape[0]
+    if copies == 1:
+        return one_number(loss(outputs, targets))
+    rows = [tree_map(lambda t, i=i: t[i : i + 1], (outputs, targets)) for i in range(copies)]
+    return torch.stack([one_number(loss(*row)) for row in rows]).mean()
 
 
 def split(tree: Any, copies: int) -> Any:
@@ -51,7 +83,8 @@ def per_sample(
 
     fixed = {name: value.detach() for name, value in parameters.items()}
     each = vmap(grad(one), in_dims=(None, 0, 0), randomness="different")
-    found: dict[str, Tensor] = each(fixed, split(inputs, copies), split(targets, copies))
+    with any_speed():
+        found: dict[str, Tensor] = each(fixed, split(inputs, copies), split(targets, copies))
     return found
 
 
@@ -60,16 +93,16 @@ def per_sample_loop(
 ) -> dict[str, Tensor]:
     """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
     free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-    xs, ys = split(inputs, copies), split(targets, copies)
-    first = xs
-    while not isinstance(first, Tensor):
-        first = next(iter(first.values())) if isinstance(first, dict) else first[0]
-    rows = []
-    for i in range(first.shape[0]):
+    batch = split((inputs, targets), copies)
+    samples = tree_leaves(batch)[0].shape[0]
+    found = {name: value.new_zeros(samples, *value.shape) for name, value in parameters.items()}
+    for i in range(samples):
         with torch.enable_grad():
-            value = sample_loss(model, loss, free, tree_map(lambda t: t[i], xs), tree_map(lambda t: t[i], ys))  # noqa: B023
+            value = sample_loss(model, loss, free, *tree_map(lambda t, i=i: t[i], batch))
             if not value.requires_grad:
                 raise ModelMixError("the loss does not depend on any trained parameter.")
-            found = torch.autograd.grad(value, list(free.values()), allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(found, free.values(), strict=True)])
-    return {name: torch.stack([row[j] for row in rows]) for j, name in enumerate(free)}
+            gradients = torch.autograd.grad(value, list(free.values()), allow_unused=True)
+        for name, g in zip(found, gradients, strict=True):
+            if g is not None:
+                found[name][i] = g.to_dense()
+    return found
