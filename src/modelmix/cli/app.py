@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
@@ -44,9 +45,8 @@ def _root(
     pass
 
 
-_COMMANDS = {
-    command.__name__: command for command in (train, epsilon, calibrate, compare, curve, verify, report, reproduce)
-}
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce)
+_COMMANDS = {command.__name__: command for command in _ALL}
 for _command in _COMMANDS.values():
     app.command()(_command)
 

@@ -1,0 +1,133 @@
+"""``modelmix audit``: what an attacker can prove about a run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from modelmix.cli import show
+from modelmix.cli.options import Json
+from modelmix.errors import ModelMixError
+from modelmix.privacy.comparison import best_epsilon
+from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.validation import probability, whole
+
+_QUICK = 4e7  # coordinates drawn in all: about twenty seconds on one core
+_FULL = 1e9
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run folder, a ledger file or a recipe.", metavar="RUN_OR_RECIPE")],
+    delta: Annotated[float, typer.Option(help="Failure probability.")] = 1e-5,
+    confidence: Annotated[float, typer.Option(help="Of every lower bound.")] = 0.95,
+    trials: Annotated[int | None, typer.Option(help="Runs in each world; default by the size of the run.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Under a minute on two cores.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the attack.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Plot of the two worlds; default RUN/audit.png.")] = None,
+    json: Json = False,
+) -> None:
+    """Attack a run: lower bounds on its epsilon, beside what it claims.
+
+    The whole run is simulated many times with and without a canary whose gradient is the worst case, and told apart by
+    the exact likelihood ratio; then one step of the trainer itself is attacked with thousands of canaries.
+
+    \b
+    modelmix audit runs/mine --quick
+    """
+    ledger, claimed, proved = _claim(run, delta)
+    probability("confidence", confidence, "the confidence")
+    from modelmix.audit.mechanism import audit_ledger, canaries
+
+    cost = 2 * sum(phase.steps * canaries(phase.mechanism)[0].count for phase in ledger.phases)
+    wanted = (_QUICK if quick else _FULL) / cost
+    number = int(min(2e6, max(200, wanted))) if trials is None else whole("trials", trials, "the trials", least=4)
+    found = audit_ledger(
+        Ledger(ledger.phases), delta, trials=number, confidence=confidence, seed=seed, done=_progress(cost * number / 2)
+    )
+    step = replace(ledger.phases[0].mechanism, sample_rate=1.0)
+    step_claim = best_epsilon(Ledger().add(step, 1), delta).epsilon
+    by_trainer = _trainer_bound(step, delta, confidence, seed, quick) if proved else None
+    plots = _plot(found, run, out, claimed)
+    rows: list[dict[str, Any]] = [
+        {"what": f"the mechanism, {ledger.steps:,} steps", "claimed": claimed, **asdict(found.bound)},
+    ]
+    if by_trainer is not None:
+        rows.append({"what": "the trainer, one step at q = 1", "claimed": step_claim, **asdict(by_trainer)})
+    broken = [row for row in rows if row["epsilon"] > row["claimed"]]
+    if json:
+        print(show.as_json({"delta": delta, "proved": proved, "audits": rows, "plots": [str(p) for p in plots]}))
+    else:
+        table = [[row["what"], show.up(row["claimed"]), f"{row['epsilon']:.4f}", f"{row['trials']:,}"] for row in rows]
+        notes = [
+            f"Lower bounds hold with {confidence:.0%} confidence each; fewer trials give smaller ones.",
+            "A lower bound above the claim refutes it; one below it proves nothing.",
+            *([] if proved else ["The claim is not proved: the run broke rules of the proof. See docs/audit.md."]),
+            *(f"Plot: {path}" for path in plots),
+        ]
+        verdict = " THE CLAIM IS REFUTED." if broken else ""
+        show.table(f"audit at delta = {delta:g}.{verdict}", ["", "claimed", "at least", "trials"], table, notes)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool]:
+    """The phases of a run, the epsilon it claims, and whether that is proved."""
+    if run.suffix in (".toml", ".yaml", ".yml"):
+        from modelmix.data import load
+        from modelmix.experiments.recipe import MECHANISMS, Recipe
+
+        recipe = Recipe.load(run)
+        ledger = recipe.plan(len(load(recipe.data).train))
+        proved = MECHANISMS[recipe.mechanism][1] != "released"
+    else:
+        ledger = Ledger.load(run / "ledger.json" if run.is_dir() else run)
+        proved = not ledger.unproved
+    if not ledger.phases:
+        raise ModelMixError(f"{run} has no step yet: there is nothing to attack.")
+    return ledger, best_epsilon(Ledger(ledger.phases), delta).epsilon, proved
+
+
+def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, quick: bool) -> Any:
+    """Canaries in real steps of the trainer; every step at q = 1 is a trial of its own."""
+    try:
+        from modelmix.audit.training import attack
+    except ModuleNotFoundError as error:
+        raise ModelMixError(f"attacking the trainer needs {error.name}: pip install 'modelmix[train]'.") from None
+    width = mechanism.worst_gradient[0][1]
+    count = max(20, min(400, 4000 // width))
+    return (
+        attack(mechanism, canaries=count, steps=50 if quick else 500, seed=seed)
+        .each_step()
+        .two_worlds(delta, confidence=confidence)
+    )
+
+
+def _plot(found: Any, run: Path, out: Path | None, claimed: float) -> list[Path]:
+    from modelmix.report.audit import draw
+
+    path = out or (run / "audit.png" if run.is_dir() else Path("audit.png"))
+    title = f"claimed epsilon {show.up(claimed, 2)}, at least {found.bound.epsilon:.2f}"
+    return draw(found.without, found.with_canary, title, path)
+
+
+def _progress(total: float) -> Any:
+    """A bar on a terminal, nothing otherwise."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    bar.start()
+    task = bar.add_task("attacking", total=total)
+
+    def done(count: int) -> None:
+        bar.update(task, advance=count)
+        if bar.finished:
+            bar.stop()
+
+    return done
