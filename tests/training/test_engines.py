@@ -384,14 +384,6 @@ class Shifted(Net):
         return self.last(h - h.mean(0))
 
 
-class ZeroHead(Centred):
-    """Samples meet, but nothing of it is seen while the last layer is zero."""
-
-    def __init__(self):
-        super().__init__()
-        nn.init.zeros_(self.last.weight)
-
-
 class BatchStatistics(nn.Module):
     def __init__(self):
         super().__init__()
@@ -405,6 +397,25 @@ class BatchStatistics(nn.Module):
 class BehindItsBack(Net):
     def forward(self, x):
         return self.last(F.linear(self.first(x), self.first.weight))
+
+
+class ZeroHead(BehindItsBack):
+    """While the last layer is zero, nothing is seen of it."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.last.weight)
+
+
+class TwoNames(nn.Module):
+    """One parameter under two names in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = self.other = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.one) @ self.other
 
 
 class OnlyBehindItsBack(Net):
@@ -437,12 +448,17 @@ class Named(nn.Module):
         return times * (x @ self.w)
 
 
-class CallsByName(Net):
+class OptionByName(Net):
     def __init__(self):
         super().__init__(Named())
 
     def forward(self, x):
-        return self.last(input=self.between(self.first(x), times=2.0))
+        return self.last(self.between(self.first(x), times=2.0))
+
+
+class InputByName(Net):
+    def forward(self, x):
+        return self.last(input=self.first(x))
 
 
 class OwnAndChild(Net):
@@ -622,7 +638,8 @@ HARD = {
     "hook that changes": (with_hook("register_forward_hook", lambda m, x, out: 2 * torch.sin(out)), "hooks"),
     "hook before": (with_hook("register_forward_pre_hook", lambda m, x: (2 * torch.sin(x[0]),)), "hooks"),
     "in place": (lambda: Net(InPlace()), "universal"),
-    "by name": (CallsByName, "universal"),
+    "option by name": (OptionByName, "universal"),
+    "input by name": (InputByName, "universal"),
     "own and child": (OwnAndChild, "universal"),
     "low rank": (lambda: Net(LowRank()), "hooks"),
     "swish": (lambda: Net(Swish(4)), "hooks"),
@@ -636,6 +653,7 @@ HARD = {
     "rows of a position": (RowsOfAPosition, "universal"),
     "positions first": (PositionsFirst, "universal"),
     "registered twice": (registered_twice, "hooks"),
+    "two names": (lambda: Net(TwoNames()), "hooks"),
     "without gradient": (NoGradient, "hooks"),
     "in place on views": (InPlaceOnViews, "hooks"),
     "after use": (AfterUse, None),
@@ -729,12 +747,23 @@ def test_a_model_that_changes_its_own_weights_is_refused():
         clipped_sum(model, F.cross_entropy, (x, y), NO_CLIP)
 
 
-def test_hooks_without_a_check_refuse_rows_that_are_not_samples():
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (PositionsFirst, "is not 3 samples"),
+        (AfterUse, "changed in place"),
+        (OptionByName, "one tensor in and one out"),
+        (InputByName, "one tensor in and one out"),
+        (OwnAndChild, "beside those of the layers within it"),
+        (weight_norm_of_old, "runs before it"),
+    ],
+)
+def test_hooks_refuse_what_they_can_see_to_be_wrong_even_unchecked(make, message):
     torch.manual_seed(0)
     x, y, one = torch.randn(3, 4), torch.randint(0, 3, (3,)), torch.ones(3, dtype=torch.float64)
-    model = PositionsFirst()
+    model = make()
     values = {name: p.detach() for name, p in model.named_parameters()}
-    with pytest.raises(ModelMixError, match="is not 3 samples"):
+    with pytest.raises(ModelMixError, match=message):
         sum_of_chunk("hooks", model, F.cross_entropy, values, x, y, one, NO_CLIP)
 
 

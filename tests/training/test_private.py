@@ -215,3 +215,37 @@ def test_nonsense_is_refused_in_one_line(options, message):
     with pytest.raises(mm.ModelMixError, match=message) as caught:
         private(**{"mechanism": MIXED, **options})
     assert "\n" not in str(caught.value)
+
+
+class Folded(nn.Module):
+    """Folds positions into rows, as models of sequences do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner, self.outer = nn.Linear(8, 4), nn.Linear(32, 3)
+
+    def forward(self, x):
+        rows = self.inner(x.reshape(-1, 8))
+        return self.outer(torch.tanh(rows).reshape(len(x), 32))
+
+
+def test_rows_inside_a_model_belong_to_their_samples():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=12)
+    model = Folded()
+    model, optimizer, loader = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.3), loader, mechanism=MIXED, clip=0.7, seed=11
+    )
+    epochs(model, optimizer, loader, 1)
+    reference = Trainer(Folded(), nn.CrossEntropyLoss(), (X, Y), MIXED, 0.7, 0.3, seed=11).run(5, progress=False)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, reference.state.last, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_registered_twice():
+    layer = nn.Linear(4, 4)
+    x, y = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 4
+    t = Trainer(
+        nn.Sequential(layer, nn.Tanh(), layer), nn.CrossEntropyLoss(), (x, y), MIXED, 1.0, 0.1, test_set=(x, y), seed=1
+    ).run(3, progress=False)
+    assert t.evaluate()["loss"] > 0

@@ -23,7 +23,7 @@ from modelmix.privacy.validation import positive, whole
 MARGIN = 2.0**-20
 
 _SMALLEST = 1e-100  # a gradient that would have to be clipped to less can have squares that are no longer numbers
-_CACHE = 4 * 2**20  # bytes of float64 that a processor works on at once
+_CACHE = 4 * 2**20  # bytes of float64 that a processor core works on at once
 _DEVICE = 2**28  # likewise for an accelerator, where few large operations are better
 
 
@@ -79,7 +79,8 @@ class Clip:
         norms = torch.zeros(m, dtype=torch.float64, device=device)
         truncated = torch.zeros(m, dtype=torch.int64, device=device)
         # Few samples at a time through one small buffer: widening costs hardly anything while it stays in the cache.
-        block = max(1, min(m, (_CACHE if device.type == "cpu" else _DEVICE) // (8 * max(1, total.numel()))))
+        room = _CACHE * min(4, torch.get_num_threads()) if device.type == "cpu" else _DEVICE
+        block = max(1, min(m, room // (8 * max(1, total.numel()))))
         buffer = torch.empty(block, total.numel(), dtype=torch.float64, device=device)
         for start in range(0, m, block):
             part = slice(start, min(start + block, m))

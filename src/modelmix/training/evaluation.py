@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from modelmix.training.engines import rows
-from modelmix.training.engines.universal import Loss, call
+from modelmix.training.engines.universal import Loss, call_at
 from modelmix.training.sampling import Source
 
 _BATCH = 500
@@ -53,7 +52,7 @@ def evaluate(
             for chunk in chunks:
                 m = index.numel()
                 inputs, targets = tree_map(lambda t, m=m: t[:m].to(device), (chunk.inputs, chunk.targets))
-                outputs = call(lambda *a, **k: functional_call(model, parameters, a, k), inputs)
+                outputs = call_at(model, parameters, inputs)
                 classes = is_classification(outputs, targets)
                 total += float(loss(outputs, targets).mean()) * rows(targets)
                 right += int((outputs.argmax(1) == targets).sum()) if classes else 0

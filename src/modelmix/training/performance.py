@@ -9,7 +9,7 @@ import torch
 from modelmix.errors import ModelMixError
 from modelmix.privacy.validation import whole
 
-_CHUNK_BYTES = 256 * 2**20
+_CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

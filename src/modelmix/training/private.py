@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ class _Loop:
         self.pending: tuple[Tensor, bool] | None = None  # weights of the samples given out; are they the last part?
         self.capture = Capture(model)
         self.capture.attach()
+        # A layer inside may see samples times positions; how many samples there are is seen at the model's own input.
+        model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
         for p in model.parameters():
             if p.requires_grad:
                 # Ordinary gradients of private data are never kept, so that nobody uses one by mistake.
@@ -137,11 +140,13 @@ class _Loop:
         self.watch = Watch(model)
         self.written = self.flat.versions()
 
+    def _count_samples(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        leaves = [t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor) and t.dim()]
+        self.capture.samples = leaves[0].shape[0] if leaves else None
+
     def step_mechanism(self, eta: float) -> Mechanism:
         if self.tau is None:
             return self.mechanism
-        from dataclasses import replace
-
         return replace(self.mechanism, mixing_width=mixing_width(self.clip, self.tau, eta, self.batch))
 
 

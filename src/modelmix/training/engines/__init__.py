@@ -120,7 +120,8 @@ def choose(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> str:
     to compute, and then a few samples do not show that it treats every one alone.
     """
     where = torch.arange(_PROBE) % rows((inputs, targets))  # several rows, so that samples can meet if they are let
-    probe = tree_map(lambda t: t.detach()[where.to(t.device)], (inputs, targets))
+    device = next(model.parameters()).device
+    probe = tree_map(lambda t: t.detach()[where.to(t.device)].to(device), (inputs, targets))
     twin = model
     # Some models do not run in float64, and then rounding must be told from error.
     for dtype, relative, absolute in ((torch.float64, 1e-8, 1e-11), (None, 1e-4, 1e-5)):

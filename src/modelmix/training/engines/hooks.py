@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.engines.layers import any_layer, cannot_follow, rule_for
-from modelmix.training.engines.universal import Loss, any_speed, call_at, one_number
+from modelmix.training.engines.universal import Loss, call_at, one_number
 
 
 class Capture:
@@ -37,7 +37,7 @@ class Capture:
     ) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.leaves: list[Tensor] = []
-        self._samples = samples
+        self.samples = samples
         self._parameters = parameters
         # The one name under which each trained parameter is known, however often it is tied.
         names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -74,7 +74,7 @@ class Capture:
         if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
             raise cannot_follow(module, "it needs layers of one tensor in and one out")
         x = arguments[0].detach()
-        version = x._version
+        version, samples = x._version, self.samples or x.shape[:1].numel()
         returned = None
         if self._parameters is not None and not output.requires_grad:
             output = output.detach().requires_grad_()
@@ -90,14 +90,13 @@ class Capture:
                     'make that operation out of place or use engine="universal".'
                 )
             with torch.no_grad():
-                self._add(module, x.to(g.dtype) if x.is_floating_point() else x, g.detach())
+                self._add(module, x.to(g.dtype) if x.is_floating_point() else x, g.detach(), samples)
 
         if output.requires_grad:
             output.register_hook(collect)
         return returned
 
-    def _add(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        samples = self._samples or x.shape[0]
+    def _add(self, module: nn.Module, x: Tensor, g: Tensor, samples: int) -> None:
         if x.dim() == 0 or x.shape[0] % samples or g.shape[:1] != x.shape[:1]:
             raise cannot_follow(module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first")
         rule = rule_for(module)
@@ -124,8 +123,7 @@ def per_sample(
         outputs = call_at(model, fixed, inputs)
         # Every sample as a batch of one, so that a loss written for batches can be mapped over samples.
         rows = tree_map(lambda t: t[:, None], (outputs, targets))
-        with any_speed():
-            each = vmap(lambda o, t: one_number(loss(o, t)), randomness="different")(*rows)
+        each = vmap(lambda o, t: one_number(loss(o, t)), randomness="different")(*rows)
         if each.requires_grad and capture.leaves:
             torch.autograd.grad(each.sum() / copies, capture.leaves, allow_unused=True)
     return capture.gradients

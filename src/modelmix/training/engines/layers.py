@@ -19,7 +19,7 @@ from modelmix.training.engines.universal import any_speed
 
 Rule = Callable[[nn.Module, Tensor, Tensor, int], dict[str, Tensor]]
 
-_CACHE = 2 * 2**20  # bytes of windows that a processor copies at once
+_CACHE = 2 * 2**20  # bytes of windows that a processor core copies at once
 
 
 def _samples(t: Tensor, copies: int) -> Tensor:
@@ -44,7 +44,7 @@ def conv2d(layer: nn.Module, x: Tensor, g: Tensor, copies: int) -> dict[str, Ten
     b = g.reshape(m, copies, groups, layer.out_channels // groups, positions)
     inside = layer.weight.shape[1:].numel()  # entries of a window, within one group
     row = copies * groups * inside * positions * x.element_size()
-    block = max(1, _CACHE // max(1, row)) if x.device.type == "cpu" else m
+    block = max(1, _CACHE * min(4, torch.get_num_threads()) // max(1, row)) if x.device.type == "cpu" else m
     for start in range(0, m, block):
         part = slice(start, min(start + block, m))
         windows = _windows(x[start * copies : part.stop * copies], layer, (g.shape[2], g.shape[3]))
@@ -133,7 +133,7 @@ def any_layer(layer: nn.Module, values: dict[str, Tensor], x: Tensor, g: Tensor,
 
     with any_speed():
         rows = vmap(one, randomness="error")(x, g)
-    return {name[6:]: t.reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
+    return {name.removeprefix("layer."): t.reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
 
 
 def cannot_follow(layer: nn.Module, why: str) -> ModelMixError:
