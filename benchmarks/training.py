@@ -14,8 +14,8 @@ again, so that what else the machine does meets them alike; a ratio is the media
 timed is steps: drawing, gradients, noise and account, without evaluation. ModelMix takes its noise and its draws from a
 cryptographic generator and Opacus from torch's, its default (its secure mode needs a package that is no longer made).
 
-It takes about five minutes on two quiet cores. On busy ones it takes longer and says little: two threads that wait for
-each other are slowed far more than one.
+It takes about five minutes on two quiet cores. On busy ones set OMP_WAIT_POLICY=passive: threads that spin while they
+wait for each other make a step many times slower there, and the seconds of processor time say little.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Read when torch is imported: threads that spin while they wait measure the other programs of a machine. For all alike.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # torch is imported by the processes that measure and not by the one that starts them: on Linux a process begins with
 # the peak of memory of the one it was started from.
@@ -299,7 +302,8 @@ KINDS: dict[str, Callable[[Task, float, str, int | None], Steps]] = {
 
 
 def measure(pipe: Any, system: System, size: int | None, noise: float, device: str) -> None:
-    """Builds a system and takes one step; then for every number of steps asked for it tells the seconds.
+    """Builds a system and takes one step; then for every number of steps asked for it tells the seconds, by the clock
+    and of processor time.
 
     At 0 it tells the memory that code and data take and the peak above that, in bytes, and ends.
     """
@@ -318,10 +322,10 @@ def measure(pipe: Any, system: System, size: int | None, noise: float, device: s
     task.finish()
     pipe.send("ready")
     while steps := pipe.recv():
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), time.process_time()
         run(steps)
         task.finish()
-        pipe.send(time.perf_counter() - start)
+        pipe.send((time.perf_counter() - start, time.process_time() - spent))
     pipe.send((before, peak(torch, task.device.type) - before))
 
 
@@ -465,7 +469,7 @@ def first_pass(systems: list[System], noise: float, device: str, quick: bool) ->
             process = Process(measure, system, size, noise, device)
             process.hear()
             # The least disturbed of a few decides; the number that is reported is measured later.
-            taken = min(process.ask(2) / 2 for _ in range(1 if quick else 3))
+            taken = min(process.ask(2)[0] / 2 for _ in range(1 if quick else 3))
             before, most = (value / 2**20 for value in process.ask(0))
             process.end()
             row = {"held": size or system.default, "seconds_per_step": taken, "peak_mib": most, "before_mib": before}
@@ -475,8 +479,8 @@ def first_pass(systems: list[System], noise: float, device: str, quick: bool) ->
 
 def second_pass(
     systems: list[System], held: dict[str, int | str], noise: float, device: str, quick: bool
-) -> list[dict[str, float]]:
-    """Steps per second of every system, turn by turn."""
+) -> list[dict[str, dict[str, float]]]:
+    """Steps per second and seconds of processor time per step of every system, turn by turn."""
     sizes = {name: size if isinstance(size, int) else None for name, size in held.items()}
     processes = {s.name: Process(measure, s, sizes[s.name], noise, device) for s in systems}
     for process in processes.values():
@@ -485,7 +489,11 @@ def second_pass(
     out = []
     for turn in range(turns):
         tell(f"turn {turn + 1} of {turns}")
-        out.append({name: steps / process.ask(steps) for name, process in processes.items()})
+        row = {}
+        for name, process in processes.items():
+            seconds, spent = process.ask(steps)
+            row[name] = {"steps_per_second": steps / seconds, "cpu_seconds_per_step": spent / steps}
+        out.append(row)
     for process in processes.values():
         process.ask(0)
         process.end()
@@ -496,9 +504,13 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def summary(tried: dict[str, list[dict[str, Any]]], turns: list[dict[str, float]]) -> dict[str, Any]:
+def summary(tried: dict[str, list[dict[str, Any]]], turns: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """What is reported about each system; ratios within a turn to ordinary SGD and to the fastest mode of Opacus."""
-    rates = {name: [turn[name] for turn in turns] for name in tried}
+
+    def speed(turn: dict[str, dict[str, float]], name: str) -> float:
+        return turn[name]["steps_per_second"]
+
+    rates = {name: [speed(turn, name) for turn in turns] for name in tried}
     rivals = [name for name in tried if name.startswith("Opacus")]
     rival = max(rivals, key=lambda name: statistics.median(rates[name])) if rivals else None
     best = {name: min(rows, key=lambda row: row["seconds_per_step"]) for name, rows in tried.items()}
@@ -507,12 +519,13 @@ def summary(tried: dict[str, list[dict[str, Any]]], turns: list[dict[str, float]
         row: dict[str, Any] = {
             "held": best[name]["held"],
             "steps_per_second": spread(rates[name]),
+            "cpu_seconds_per_step": spread([turn[name]["cpu_seconds_per_step"] for turn in turns]),
             "peak_mib": best[name]["peak_mib"],
-            "speed_to_sgd": spread([turn[name] / turn[SGD] for turn in turns]),
+            "speed_to_sgd": spread([speed(turn, name) / speed(turn, SGD) for turn in turns]),
             "memory_to_sgd": best[name]["peak_mib"] / best[SGD]["peak_mib"],
         }
         if rival is not None:
-            row["speed_to_opacus"] = spread([turn[name] / turn[rival] for turn in turns])
+            row["speed_to_opacus"] = spread([speed(turn, name) / speed(turn, rival) for turn in turns])
             row["memory_to_opacus"] = best[name]["peak_mib"] / best[rival]["peak_mib"]
         systems[name] = row
     return {"fastest_opacus": rival, "systems": systems}
@@ -520,14 +533,16 @@ def summary(tried: dict[str, list[dict[str, Any]]], turns: list[dict[str, float]
 
 def show(found: dict[str, Any]) -> None:
     rival = found["fastest_opacus"]
-    head = f"{'':30}{'held':>12}{'steps/s':>9}{'least - most':>16}{'MiB':>7}{'to SGD: speed':>15}{'memory':>8}"
+    head = (
+        f"{'':30}{'held':>12}{'steps/s':>9}{'least - most':>16}{'CPU s':>7}{'MiB':>6}{'to SGD: speed':>15}{'memory':>8}"
+    )
     print("\n" + head + (f"{'to ' + rival + ': speed':>26}{'memory':>8}" if rival else ""))
     for name, row in found["systems"].items():
         rate = row["steps_per_second"]
         between = f"{rate['least']:.2f} - {rate['most']:.2f}"
         print(
-            f"{name:30}{row['held']:>12}{rate['median']:9.2f}{between:>16}{row['peak_mib']:7.0f}"
-            f"{row['speed_to_sgd']['median']:15.2f}{row['memory_to_sgd']:8.2f}",
+            f"{name:30}{row['held']:>12}{rate['median']:9.2f}{between:>16}"
+            f"{row['cpu_seconds_per_step']['median']:7.3f}{row['peak_mib']:6.0f}{row['speed_to_sgd']['median']:15.2f}{row['memory_to_sgd']:8.2f}",
             end="",
         )
         print(f"{row['speed_to_opacus']['median']:26.2f}{row['memory_to_opacus']:8.2f}" if rival else "")
@@ -544,6 +559,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "threads": THREADS,
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
     }
 
 

@@ -53,6 +53,8 @@ for _command in _COMMANDS.values():
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Every failure a user can cause ends in one line on stderr and exit code 2."""
+    # Threads of torch that spin while they wait make a busy machine many times slower; read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     try:
