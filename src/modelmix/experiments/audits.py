@@ -1,0 +1,87 @@
+"""The audits of ``docs/audit.md``: ``python -m modelmix.experiments.audits FILE.json``, an hour on two cores.
+
+Processes share the work; every number depends on the seeds alone.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from modelmix.files import write_atomically
+from modelmix.privacy.comparison import best_epsilon
+from modelmix.privacy.ledger import Ledger
+from modelmix.privacy.mechanism import Mechanism
+
+DELTA = 1e-5
+_RUNS, _CANARIES = 16, 10_000
+
+MECHANISMS = (
+    ("plain Gaussian", Mechanism(1.0, 1.0), 1, 20_000_000),
+    ("Laplace", Mechanism(0.8, 1.0, law="laplace"), 1, 20_000_000),
+    ("ModelMix", Mechanism(0.7, 1.0, 2.0), 1, 20_000_000),
+    ("ModelMix, p = 4", Mechanism(0.5, 1.0, 3.0, p=4), 1, 3_000_000),
+    ("ModelMix, p = 100", Mechanism(0.335, 1.0, 11.25, p=100), 1, 400_000),
+    ("ModelMix-Laplace", Mechanism(0.9, 1.0, 1.5, law="laplace"), 1, 20_000_000),
+    ("plain Gaussian", Mechanism(4.0, 1.0), 20, 2_000_000),
+    ("ModelMix", Mechanism(2.0, 1.0, 3.0), 10, 2_000_000),
+    ("ModelMix-Laplace", Mechanism(1.0, 1.0, 1.5, law="laplace"), 3, 2_000_000),
+    ("default recipe", Mechanism(1.271093, 1024 / 27800, 2.0), 400, 400_000),
+)
+RELEASED = Mechanism(0.307, 0.03, 11.25, p=100)
+RELEASED_STEPS = 3500
+ATTACKS = (("norm", 150, 0), ("momentum", RELEASED_STEPS, 100))
+"""(which habit, steps attacked, first seed)"""
+
+
+def mechanism_row(case: tuple[str, Mechanism, int, int]) -> dict[str, Any]:
+    from modelmix.audit.mechanism import audit_mechanism
+
+    name, mechanism, steps, trials = case
+    found = audit_mechanism(mechanism, DELTA, steps=steps, trials=trials, seed=1)
+    claimed = best_epsilon(Ledger().add(mechanism, steps), DELTA).epsilon
+    return {
+        "name": name,
+        "mechanism": mechanism.as_dict(),
+        "steps": steps,
+        "claimed": claimed,
+        "seed": 1,
+        **asdict(found),
+    }
+
+
+def released_scores(case: tuple[str, int, int]) -> tuple[Any, Any]:
+    import torch
+
+    from modelmix.audit.released import momentum_scores, norm_layer_scores
+
+    torch.set_num_threads(1)
+    which, steps, seed = case
+    attack = norm_layer_scores if which == "norm" else momentum_scores
+    return attack(RELEASED, canaries=_CANARIES, steps=steps, seed=seed)
+
+
+def main(path: str) -> None:
+    from modelmix.audit.bounds import epsilon_lower_bound
+
+    claimed = best_epsilon(Ledger().add(RELEASED, RELEASED_STEPS), DELTA).epsilon
+    attacks = []
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        rows = pool.map(mechanism_row, MECHANISMS, chunksize=1)
+        for which, steps, first in ATTACKS:
+            found = pool.map(released_scores, [(which, steps, first + i) for i in range(_RUNS)], chunksize=1)
+            score, present = (np.concatenate(part) for part in zip(*found, strict=True))
+            bound = epsilon_lower_bound(score[~present], score[present], DELTA)
+            attacks.append({"which": which, "steps": steps, "canaries": len(score), "seeds": _RUNS, **asdict(bound)})
+    released = {"mechanism": RELEASED.as_dict(), "steps": RELEASED_STEPS, "claimed": claimed, "attacks": attacks}
+    write_atomically(path, json.dumps({"delta": DELTA, "mechanisms": rows, "released": released}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
