@@ -14,8 +14,8 @@ again, so that what else the machine does meets them alike; a ratio is the media
 timed is steps: drawing, gradients, noise and account, without evaluation. ModelMix takes its noise and its draws from a
 cryptographic generator and Opacus from torch's, its default (its secure mode needs a package that is no longer made).
 
-It takes about five minutes on two quiet cores. On busy ones set OMP_WAIT_POLICY=passive: threads that spin while they
-wait for each other make a step many times slower there, and the seconds of processor time say little.
+It takes about six minutes on two quiet cores. On busy ones set OMP_WAIT_POLICY=passive: threads that spin while they
+wait for each other make a step many times slower there, and take processor time for nothing.
 """
 
 from __future__ import annotations
@@ -482,21 +482,23 @@ def second_pass(
 ) -> list[dict[str, dict[str, float]]]:
     """Steps per second and seconds of processor time per step of every system, turn by turn."""
     sizes = {name: size if isinstance(size, int) else None for name, size in held.items()}
-    processes = {s.name: Process(measure, s, sizes[s.name], noise, device) for s in systems}
-    for process in processes.values():
-        process.hear()
-    turns, steps = (2, 1) if quick else (9, 8 if device == "cpu" else 50)
+    sets, turns, steps = (1, 2, 1) if quick else (3, 3, 6 if device == "cpu" else 50)
     out = []
-    for turn in range(turns):
-        tell(f"turn {turn + 1} of {turns}")
-        row = {}
-        for name, process in processes.items():
-            seconds, spent = process.ask(steps)
-            row[name] = {"steps_per_second": steps / seconds, "cpu_seconds_per_step": spent / steps}
-        out.append(row)
-    for process in processes.values():
-        process.ask(0)
-        process.end()
+    for number in range(sets):
+        # Now and then all begin anew: where a process happens to lie in memory makes it faster or slower for good.
+        processes = {s.name: Process(measure, s, sizes[s.name], noise, device) for s in systems}
+        for process in processes.values():
+            process.hear()
+        for turn in range(turns):
+            tell(f"turn {number * turns + turn + 1} of {sets * turns}")
+            row = {}
+            for name, process in processes.items():
+                seconds, spent = process.ask(steps)
+                row[name] = {"steps_per_second": steps / seconds, "cpu_seconds_per_step": spent / steps}
+            out.append(row)
+        for process in processes.values():
+            process.ask(0)
+            process.end()
     return out
 
 
@@ -533,10 +535,9 @@ def summary(tried: dict[str, list[dict[str, Any]]], turns: list[dict[str, dict[s
 
 def show(found: dict[str, Any]) -> None:
     rival = found["fastest_opacus"]
-    head = (
-        f"{'':30}{'held':>12}{'steps/s':>9}{'least - most':>16}{'CPU s':>7}{'MiB':>6}{'to SGD: speed':>15}{'memory':>8}"
-    )
-    print("\n" + head + (f"{'to ' + rival + ': speed':>26}{'memory':>8}" if rival else ""))
+    head = f"{'':30}{'held':>12}{'steps/s':>9}{'least - most':>16}{'CPU s':>7}{'MiB':>6}"
+    head += f"{'to SGD: speed':>15}{'memory':>8}"
+    print(f"\n{head}" + (f"{'to ' + rival + ': speed':>26}{'memory':>8}" if rival else ""))
     for name, row in found["systems"].items():
         rate = row["steps_per_second"]
         between = f"{rate['least']:.2f} - {rate['most']:.2f}"

@@ -116,6 +116,8 @@ def _released_bounds(ledger: Ledger, delta: float, seed: int, quick: bool) -> li
     out = []
     for which, most in (("norm", 150), ("momentum", 300 if quick else 3500)):
         steps = min(ledger.steps, most)
+        if which == "momentum" and not quick:
+            size = {"canaries": 1000, "runs": 8}
         found = audit_released(ledger.phases[0].mechanism, delta, which, steps=steps, seed=seed, **size)
         name = "unmixed norm layers" if which == "norm" else "raw momentum"
         out.append({"what": f"{name}, {steps:,} steps", **asdict(found)})
