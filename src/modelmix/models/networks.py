@@ -24,7 +24,9 @@ class Pixels(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.network(to_float(x))
+        weights = next(self.network.parameters(), None)
+        pixels = to_float(x)
+        scores: Tensor = self.network(pixels if weights is None else pixels.to(weights.dtype))
         return scores
 
 

@@ -1,0 +1,32 @@
+"""The networks of Tramer and Boneh on scattering features, by number of parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def scatter_cnn_cifar(classes: int = 10) -> nn.Sequential:
+    """On features 243 x 8 x 8 of a colour image of 32 x 32: 187,210 parameters for 10 classes."""
+    return nn.Sequential(
+        nn.Conv2d(243, 64, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(1024, classes),
+    )
+
+
+def scatter_cnn_grey(classes: int = 10) -> nn.Sequential:
+    """On features 81 x 7 x 7 of a grey image of 28 x 28: 33,066 parameters for 10 classes."""
+    return nn.Sequential(
+        nn.Conv2d(81, 16, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, classes),
+    )
