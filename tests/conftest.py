@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ from hypothesis import settings
 settings.register_profile("suite", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite runs one process a core already
+
+# MODELMIX_TEST_DEVICE=cuda runs the tests of engines on an accelerator. Elsewhere the interpreter runs our kernels.
+if os.environ.get("MODELMIX_TEST_DEVICE", "cpu") != "cpu":
+    torch.set_default_device(os.environ["MODELMIX_TEST_DEVICE"])
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+else:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 DATA = Path(__file__).parent / "data"
 

@@ -20,7 +20,7 @@ import torch
 
 import modelmix as mm
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.training import engines
+from modelmix.training.engines import engine
 from modelmix.training.folder import RunFolder
 
 RECIPE = """
@@ -205,7 +205,7 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut run"
     options = [recipe, "--seed", 4, "--lr", 0.25, "--chunk", 8]
     run("train", *options, "--out", whole)
-    genuine, calls = engines.sum_of_chunk, [0]
+    genuine, calls = engine.sum_of_chunk, [0]
 
     def sum_of_chunk(*arguments: object) -> object:
         calls[0] += 1
@@ -213,7 +213,7 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return genuine(*arguments)
 
-    monkeypatch.setattr(engines, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
     code, out, err = run("train", *options, "--out", cut)
     step = RunFolder(cut).load_checkpoint()[1]["step"]
     assert (code, out) == (130, "")

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix import files
-from modelmix.training import Performance, Randomness, engines, trainer
+from modelmix.training import Performance, Randomness, trainer
+from modelmix.training.engines import engine
 from modelmix.training.folder import RunFolder
 
 pytestmark = [
@@ -125,11 +126,11 @@ def interrupt(monkeypatch):
                 raise KeyboardInterrupt
             return genuine(*arguments)
 
-        monkeypatch.setattr(engines, "sum_of_chunk", sum_of_chunk)
+        monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
 
-    genuine = engines.sum_of_chunk
+    genuine = engine.sum_of_chunk
     yield at
-    monkeypatch.setattr(engines, "sum_of_chunk", genuine)
+    monkeypatch.setattr(engine, "sum_of_chunk", genuine)
 
 
 @pytest.mark.parametrize("source", ["tensors", "dataset", "workers"])
@@ -264,14 +265,14 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch
 def test_any_failure_keeps_the_steps_taken(tmp_path, monkeypatch):
     """The model carries the last state afterwards, so its ledger lines are on disk, whatever went wrong."""
     one = make(tmp_path)
-    genuine = engines.sum_of_chunk
+    genuine = engine.sum_of_chunk
 
     def sum_of_chunk(*arguments: object) -> object:
         if one.step == 3:
             raise RuntimeError("out of memory")
         return genuine(*arguments)
 
-    monkeypatch.setattr(engines, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
     with pytest.raises(RuntimeError, match="out of memory"):
         finish(one)
     assert RunFolder(tmp_path).load_ledger().steps == 3

@@ -10,7 +10,7 @@ the margin for d = 2^30 coordinates and batches of m = 2^15.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,13 @@ from torch import Tensor
 from modelmix.errors import ModelMixError
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import positive, whole
+from modelmix.training.gradients import Dense, Gradients
 
 MARGIN = 2.0**-20
 
 _SMALLEST = 1e-100  # a gradient that would have to be clipped to less can have squares that are no longer numbers
 _CACHE = 4 * 2**20  # bytes of float64 that a processor core works on at once
-_DEVICE = 2**28  # likewise for an accelerator, where few large operations are better
+_NARROW = 4096  # coordinates below which a parameter is not worth a pass of its own
 
 
 @dataclass(frozen=True)
@@ -59,49 +60,133 @@ class Clip:
         return self.c / math.sqrt(self.p)
 
     @torch.no_grad()
-    def sum(self, gradients: Sequence[Tensor], weights: Tensor) -> ClippedSum:
+    def sum(self, gradients: Sequence[Tensor | Gradients], weights: Tensor) -> ClippedSum:
         """The sum of clipped gradients.
 
         Args:
-            gradients: one m x (shape) tensor for every parameter; row i belongs to sample i.
+            gradients: for every parameter m x (shape), or another form of ``Gradients``; row i belongs to sample i.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
         m = weights.shape[0]
-        if any(g.shape[0] != m for g in gradients):
+        forms = [g if isinstance(g, Gradients) else Dense(g) for g in gradients]
+        if any(g.samples != m for g in forms):
             raise ModelMixError(
-                f"gradients of {sorted({g.shape[0] for g in gradients})} samples cannot be summed with {m} weights."
+                f"gradients of {sorted({g.samples for g in forms})} samples cannot be summed with {m} weights."
             )
-        rows = [g.reshape(m, g.shape[1:].numel()) for g in gradients]
-        sizes = [g.shape[1] for g in rows]
-        device = rows[0].device
-        drawn = (weights > 0).to(device)
-        total = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        norms = torch.zeros(m, dtype=torch.float64, device=device)
-        truncated = torch.zeros(m, dtype=torch.int64, device=device)
-        # Few samples at a time through one small buffer: widening costs hardly anything while it stays in the cache.
-        room = _CACHE * min(4, torch.get_num_threads()) if device.type == "cpu" else _DEVICE
-        block = max(1, min(m, room // (8 * max(1, total.numel()))))
-        buffer = torch.empty(block, total.numel(), dtype=torch.float64, device=device)
+        weights = weights.to(forms[0].device)
+        how = self._in_blocks if weights.device.type == "cpu" else self.at_once
+        total, norms, truncated = how(forms, weights, *self.limits_on(weights.device))
+        return ClippedSum(total, norms, truncated, weights > 0)
+
+    def at_once(
+        self, gradients: Sequence[Gradients], weights: Tensor, c: Tensor, bound: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum as one straight line of operations; nothing here looks at a value, so a compiler can follow.
+
+        Args:
+            c, bound: see ``limits_on``.
+
+        Returns:
+            The total, and for all m samples the norm and the number of coordinates cut.
+        """
+        gradients, order = _together(gradients)
+        gradients = [g.settled() for g in gradients]
+        powers = torch.stack([g.powers(self.norm) for g in gradients]).sum(0)
+        scale = self._scale(powers, weights > 0, c)
+        truncated = torch.zeros_like(powers, dtype=torch.int64)
+        found: list[Tensor] = []
+        for g in gradients:
+            value, cut = g.clipped_sum(scale, None if self.p == 1 else bound)
+            found.append(value.flatten())
+            truncated = truncated if cut is None else truncated + cut
+        return order(found), self._norms(powers), truncated
+
+    def _in_blocks(
+        self, gradients: Sequence[Gradients], weights: Tensor, c: Tensor, bound: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``at_once`` for a processor.
+
+        A few samples at a time go through one small buffer: widening costs hardly anything while it stays in the cache.
+        """
+        m, drawn = weights.shape[0], weights > 0
+        limit = None if self.p == 1 else float(bound)
+        powers = torch.zeros(m, dtype=torch.float64)
+        truncated = torch.zeros(m, dtype=torch.int64)
+        for g in gradients:
+            if not isinstance(g, Dense):
+                powers += g.powers(self.norm)
+        rows = [g.rows() for g in gradients if isinstance(g, Dense)]
+        sizes = [r.shape[1] for r in rows]
+        total, scale = powers.new_zeros(sum(sizes)), torch.empty_like(powers)
+        block = max(1, min(m, _CACHE * min(4, torch.get_num_threads()) // (8 * max(1, total.numel()))))
+        buffer = powers.new_empty(block, total.numel())
         for start in range(0, m, block):
             part = slice(start, min(start + block, m))
             wide = buffer[: part.stop - start]
-            for g, piece in zip(rows, torch.split(wide, sizes, 1), strict=True):
-                piece.copy_(g[part])
-            norms[part] = torch.linalg.vector_norm(wide, dim=1) if self.norm == 2 else wide.abs().sum(1)
+            for r, piece in zip(rows, torch.split(wide, sizes, 1), strict=True):
+                piece.copy_(r[part])
+            powers[part] += torch.linalg.vector_norm(wide, ord=self.norm, dim=1) ** self.norm
+            scale[part] = self._scale(powers[part], drawn[part], c)
             # A gradient that is not finite is no gradient: it adds nothing, and the caller is told.
-            finite = torch.isfinite(norms[part])
+            finite = torch.isfinite(powers[part])
             if not bool(finite.all()):
                 wide[~finite] = 0.0
-            scale = (self.c * (1 - MARGIN) / norms[part].clamp_min(1e-300)).clamp_max(1.0)
-            scale = torch.where(finite & drawn[part], scale, 0.0)
-            if self.p == 1:
-                total += scale @ wide
+            if limit is None:
+                total += scale[part] @ wide
             else:
-                bound = self.coordinate_bound * (1 - MARGIN)
-                cut = wide.mul_(scale[:, None]).clamp(-bound, bound)
-                total += cut.sum(0)
-                truncated[part] = wide.ne_(cut).sum(1).long()
-        return ClippedSum(total, norms[drawn], truncated[drawn])
+                wide.mul_(scale[part, None])
+                before = total
+                total = before + wide.sum(0)
+                # Few coordinates ever reach the bound: only these are looked at one by one.
+                high = torch.nonzero(torch.linalg.vector_norm(wide, ord=math.inf, dim=0) > limit).flatten()
+                if high.numel():
+                    there = wide[:, high]
+                    total[high] = before[high] + there.clamp(-limit, limit).sum(0)
+                    truncated[part] = (there.abs() > limit).sum(1)
+        sums = iter(torch.split(total, sizes))
+        found: list[Tensor] = []
+        for g in gradients:
+            if isinstance(g, Dense):
+                found.append(g.shaped(next(sums)).flatten())
+            else:
+                value, cut_here = g.clipped_sum(scale, limit)
+                found.append(value.flatten())
+                truncated += 0 if cut_here is None else cut_here
+        return torch.cat(found), self._norms(powers), truncated
+
+    def limits_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What norms and coordinates are cut to: the bounds less the margin, as float64 numbers on the device."""
+        c, bound = self.c * (1 - MARGIN), self.coordinate_bound * (1 - MARGIN)
+        wide = {"dtype": torch.float64, "device": device}
+        return torch.full((), c, **wide), torch.full((), bound, **wide)  # type: ignore[call-overload]
+
+    def _norms(self, powers: Tensor) -> Tensor:
+        return powers.sqrt() if self.norm == 2 else powers
+
+    def _scale(self, powers: Tensor, drawn: Tensor, c: Tensor) -> Tensor:
+        scale = (c / self._norms(powers).clamp_min(1e-300)).clamp_max(1.0)
+        return torch.where(torch.isfinite(powers) & drawn, scale, 0.0)
+
+
+def _together(gradients: Sequence[Gradients]) -> tuple[list[Gradients], Callable[[list[Tensor]], Tensor]]:
+    """Narrow gradients side by side in one matrix, and how to put their flat sums back in order: fewer passes."""
+    narrow = [i for i, g in enumerate(gradients) if isinstance(g, Dense) and g.values[0].numel() <= _NARROW]
+    if len(narrow) < 2:
+        return list(gradients), torch.cat
+    wide = [i for i in range(len(gradients)) if i not in narrow]
+    kept = [gradients[i] for i in wide]
+    pieces = {i: gradients[i] for i in narrow}
+    side_by_side = [g.rows() for g in pieces.values() if isinstance(g, Dense)]
+    sizes = [r.shape[1] for r in side_by_side]
+
+    def order(sums: list[Tensor]) -> Tensor:
+        parts = dict(zip(wide, sums, strict=False))
+        for (i, g), part in zip(pieces.items(), torch.split(sums[-1], sizes), strict=True):
+            assert isinstance(g, Dense)
+            parts[i] = g.shaped(part).flatten()
+        return torch.cat([parts[i] for i in range(len(gradients))])
+
+    return [*kept, Dense(torch.cat(side_by_side, 1))], order
 
 
 @dataclass(frozen=True)
@@ -109,9 +194,38 @@ class ClippedSum:
     """A sum of clipped gradients, in float64, and what clipping met on the way.
 
     ``norms`` (before clipping) and ``truncated`` (coordinates cut, for every sample) are computed from private data
-    without noise: they serve the data holder's diagnostics and nothing else.
+    without noise: they serve the data holder's diagnostics and nothing else. They are picked out when asked for: on a
+    GPU that waits for the sum, and whoever has more work to hand over should do that first.
+
+    Args:
+        total: the sum.
+        every_norm, every_cut: of all m samples, padding included.
+        drawn: which of them are not padding.
     """
 
     total: Tensor
-    norms: Tensor
-    truncated: Tensor
+    every_norm: Tensor
+    every_cut: Tensor
+    drawn: Tensor
+
+    @classmethod
+    def joined(cls, total: Tensor, parts: Sequence[ClippedSum]) -> ClippedSum:
+        """What clipping met in several parts of one sum."""
+
+        def together(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+            return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype)
+
+        return cls(
+            total,
+            together([part.every_norm for part in parts], torch.float64),
+            together([part.every_cut for part in parts], torch.int64),
+            together([part.drawn for part in parts], torch.bool),
+        )
+
+    @property
+    def norms(self) -> Tensor:
+        return self.every_norm[self.drawn]
+
+    @property
+    def truncated(self) -> Tensor:
+        return self.every_cut[self.drawn]

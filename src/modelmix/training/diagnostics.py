@@ -18,7 +18,7 @@ class Diagnostics:
 
     def __init__(self, clip: Clip, coordinates: int) -> None:
         self._clip, self._coordinates = clip, coordinates
-        self.histogram = torch.zeros(_BINS, dtype=torch.int64)
+        self.histogram = torch.zeros(_BINS, dtype=torch.int64, device="cpu")
         self.samples = self.clipped = self.truncated = self.truncated_coordinates = 0
         self.steps = self.empty_draws = self.nonfinite = 0
         self.smallest, self.largest = 0, 0
@@ -63,7 +63,7 @@ class Diagnostics:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.histogram = torch.tensor(state["histogram"], dtype=torch.int64)
+        self.histogram = torch.tensor(state["histogram"], dtype=torch.int64, device="cpu")
         for name, value in state.items():
             if name != "histogram":
                 setattr(self, name, int(value))

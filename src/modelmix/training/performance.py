@@ -19,12 +19,18 @@ class Performance:
     Args:
         device: "cpu", "cuda", ...; None takes an accelerator if there is one.
         engine: "auto", "hooks", "universal" or "loop"; see ``modelmix.training.engines``.
+        precision: in which the model is run: "float32", "bfloat16" or "float64"; None takes the model's own. Clipping
+            measures and sums in float64 whatever this says, and released states stay in float64.
+        compiled: trace and compile the work of a chunk; None does so on a GPU. It takes half a minute and pays after
+            some hundreds of steps.
         chunk: samples whose gradients are held at once; None chooses by the size of the model and the batch.
         workers: processes that fetch samples of a ``Dataset``.
     """
 
     device: str | torch.device | None = None
     engine: str = "auto"
+    precision: str | None = None
+    compiled: bool | None = None
     chunk: int | None = None
     workers: int = 0
 

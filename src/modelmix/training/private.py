@@ -30,6 +30,7 @@ from modelmix.privacy.validation import positive, whole
 from modelmix.training import engines
 from modelmix.training.clipping import Clip
 from modelmix.training.engines.hooks import Capture
+from modelmix.training.gradients import Dense
 from modelmix.training.guard import ALONE, SAME_SET, Watch, check_mechanism, check_model
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import Randomness
@@ -264,7 +265,7 @@ class PrivateOptimizer(Optimizer):
         m = weights.numel()
         if not found:
             raise ModelMixError("step() found no gradients: call loss.backward() first, with gradients enabled.")
-        counts = {g.shape[0] for g in found.values()}
+        counts = {g.samples for g in found.values()}
         if counts != {m}:
             raise UnprovedError(
                 ONE_DRAW,
@@ -273,8 +274,10 @@ class PrivateOptimizer(Optimizer):
             )
         views = loop.flat.views(loop.state.last)
         scale = m if loop.mean else 1
-        gradients = [found[name] * scale if name in found else p.new_zeros(m, p.numel()) for name, p in views.items()]
-        part = Clip.of(loop.mechanism, loop.clip).sum(gradients, weights.to(gradients[0].device))
+        gradients = [
+            found[name].times(scale) if name in found else Dense(p.new_zeros(m, *p.shape)) for name, p in views.items()
+        ]
+        part = Clip.of(loop.mechanism, loop.clip).sum(gradients, weights)
         if not bool(torch.isfinite(part.norms).all()):
             loop.capture.clear()
             raise ModelMixError(

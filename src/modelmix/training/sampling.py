@@ -1,7 +1,7 @@
 """Poisson draws, and the samples they name in chunks of one fixed shape.
 
 Every sample enters a step's batch with probability exactly q and on its own coin; one draw a step; an empty draw is a
-step like any other. A chunk is padded by repeating a sample of it with weight 0, so that shapes never change.
+step like any other. Where shapes must not change, a chunk is padded by repeating a sample of it with weight 0.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Chunk:
     weights: Tensor
 
 
-def pieces(indices: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(indices, weights) of fixed length ``chunk`` that cover a draw; none for an empty one."""
+def pieces(indices: Tensor, chunk: int, pad: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+    """(indices, weights) of fixed length ``chunk``, or at most that, that cover a draw; none for an empty one."""
     for part in torch.split(indices, chunk):
         if part.numel() == 0:
             return
-        missing = chunk - part.numel()
+        missing = chunk - part.numel() if pad else 0
         weights = torch.cat([torch.ones(part.numel(), dtype=torch.float64), torch.zeros(missing, dtype=torch.float64)])
         yield torch.cat([part, part[:1].expand(missing)]), weights
 
@@ -68,13 +68,13 @@ class TensorSource:
         """The first samples."""
         return tree_map(lambda t: t[:count], self.inputs), tree_map(lambda t: t[:count], self.targets)
 
-    def steps(self, draws: Iterable[Tensor], chunk: int) -> Iterator[Iterator[Chunk]]:
+    def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
         """For every draw, its chunks."""
         for indices in draws:
-            yield self._chunks(indices, chunk)
+            yield self._chunks(indices, chunk, pad)
 
-    def _chunks(self, indices: Tensor, chunk: int) -> Iterator[Chunk]:
-        for index, weights in pieces(indices, chunk):
+    def _chunks(self, indices: Tensor, chunk: int, pad: bool) -> Iterator[Chunk]:
+        for index, weights in pieces(indices, chunk, pad):
 
             def take(t: Tensor, index: Tensor = index) -> Tensor:
                 return t[index.to(t.device)]
@@ -99,14 +99,14 @@ class DatasetSource:
     def head(self, count: int) -> tuple[Any, Any]:
         return _pair(torch.utils.data.default_collate([self.dataset[i] for i in range(min(count, self.n))]))
 
-    def steps(self, draws: Iterable[Tensor], chunk: int) -> Iterator[Iterator[Chunk]]:
+    def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
         # The loader reads ahead, so what it has been asked for waits here until it arrives.
         counts: deque[int] = deque()
         weights: deque[Tensor] = deque()
 
         def ordered() -> Iterator[list[int]]:
             for indices in draws:
-                parts = list(pieces(indices, chunk))
+                parts = list(pieces(indices, chunk, pad))
                 counts.append(len(parts))
                 for index, weight in parts:
                     weights.append(weight)

@@ -23,7 +23,7 @@ from modelmix.privacy.mechanism import Mechanism, mixing_width
 from modelmix.privacy.validation import probability, whole
 from modelmix.report.words import up
 from modelmix.training import engines
-from modelmix.training.clipping import Clip
+from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.evaluation import evaluate, is_classification
 from modelmix.training.guard import Watch, check_mechanism, check_model
@@ -130,13 +130,14 @@ class Trainer:
         self._rule.check(first)
         self._classes = self._count_classes()
         self._check_samples()
-        self._engine = self._performance.engine
-        if self._engine == "auto":
-            self._engine = engines.choose(model, loss, *self._source.head(3))
-        elif self._engine not in engines.ENGINES:
-            raise ModelMixError(f"engine = {self._engine!r} is unknown: choose auto, {', '.join(engines.ENGINES)}.")
-        elif self._engine == "hooks" and engines.choose(model, loss, *self._source.head(3)) != "hooks":
-            raise ModelMixError('the hook engine is not right for this model: use engine="auto" or "universal".')
+        self._engine = engines.Engine(
+            model,
+            loss,
+            self._source.head(3),
+            name=self._performance.engine,
+            precision=self._performance.precision,
+            compiled=self._performance.compiled,
+        )
         start = self._flat.read()
         other = start if previous is None else self._flat.read_from(previous)
         self._state = State(start, other, torch.zeros_like(start), start.clone() if ema is not None else None)
@@ -190,7 +191,7 @@ class Trainer:
 
     @property
     def engine(self) -> str:
-        return self._engine
+        return self._engine.name
 
     @property
     def expected_batch(self) -> float:
@@ -259,7 +260,7 @@ class Trainer:
         self._keep()
         try:
             with Progress(steps, self._describe, progress) as bar:
-                for chunks in self._source.steps(self._draws(steps), self._chunk_size()):
+                for chunks in self._source.steps(self._draws(steps), self._chunk_size(), self._engine.fixed_shapes):
                     self._one_step(chunks)
                     self._seconds = before + time.monotonic() - began
                     bar.advance()
@@ -307,7 +308,7 @@ class Trainer:
         parameters = self._flat.views(self._rule.gradient_point(self._state))
         total = torch.zeros_like(self._state.last)
         generator = draws.generator("augment", self._device)
-        drawn, odd = 0, 0
+        parts: list[ClippedSum] = []
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             # Dropout and the like draw from torch's own generator; seeded here, they repeat when a run is resumed.
@@ -321,29 +322,19 @@ class Trainer:
                 if self._augment is not None:
                     inputs, targets = tree_map(lambda t: t.repeat_interleave(self._multiplicity, 0), (inputs, targets))
                     inputs = self._augment(inputs, generator)
-                part = engines.sum_of_chunk(
-                    self._engine,
-                    self._model,
-                    self._loss,
-                    parameters,
-                    inputs,
-                    targets,
-                    weights,
-                    clip,
-                    self._multiplicity,
-                )
-                total += part.total
-                drawn += part.norms.numel()
-                odd += int((~torch.isfinite(part.norms)).sum())
-                if odd and self._nonfinite == "stop":
-                    raise ModelMixError(
-                        f"step {self.step + 1}: the loss or gradient of a sample is not finite; the step was not taken "
-                        f"and the run stands at step {self.step}. Lower lr, or let such samples count as zero with "
-                        'nonfinite="drop".'
-                    )
-                diagnostics.add(part)
+                parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
+                total += parts[-1].total
         self._watch.check()
-        diagnostics.add_draw(drawn)
+        # All the work is handed over before its outcome is looked at, so that an accelerator never waits for us.
+        met = ClippedSum.joined(total, parts)
+        if self._nonfinite == "stop" and not bool(torch.isfinite(met.norms).all()):
+            raise ModelMixError(
+                f"step {self.step + 1}: the loss or gradient of a sample is not finite; the step was not taken and the "
+                f"run stands at step {self.step}. Lower lr, or let such samples count as zero with "
+                'nonfinite="drop".'
+            )
+        diagnostics.add(met)
+        diagnostics.add_draw(met.norms.numel())
         return total
 
     def _clip_of(self, mechanism: Mechanism) -> Clip:
@@ -475,7 +466,7 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         return {
             "device": str(self._device),
-            "engine": self._engine,
+            "engine": self._engine.name,
             "samples": self._source.n,
             "parameters": self._flat.size,
             "delta": self._delta,

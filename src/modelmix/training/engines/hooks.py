@@ -6,18 +6,39 @@ It rests on the model treating every sample alone. The caller checks that on a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
-from modelmix.training.engines.layers import any_layer, cannot_follow, rule_for
+from modelmix.training import kernels
+from modelmix.training.engines import attention, normalisation
+from modelmix.training.engines.layers import any_layer, cannot_follow, linear, rule_for
 from modelmix.training.engines.universal import Loss, call_at, one_number
+from modelmix.training.gradients import Dense, Gradients
+
+
+class _Patch:
+    """Another forward for one module, until it is removed."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        module.forward = forward
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("forward", None)
+
+
+def has_group_norm_kernel(module: nn.GroupNorm) -> bool:
+    """Whether it is worth asking, input by input, for our kernel."""
+    return module.weight.is_cuda
 
 
 class Capture:
@@ -35,7 +56,7 @@ class Capture:
     def __init__(
         self, model: nn.Module, *, samples: int | None = None, parameters: Mapping[str, Tensor] | None = None
     ) -> None:
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Gradients] = {}
         self.leaves: list[Tensor] = []
         self.samples = samples
         self._parameters = parameters
@@ -57,12 +78,16 @@ class Capture:
             self.leaves.clear()  # leaves know their hooks and these know us: let memory go at once
 
     def attach(self) -> list[Any]:
-        # In front of other hooks: what they do to an output is not the layer's doing.
-        return [
-            module.register_forward_hook(self._forward, prepend=True, with_kwargs=True)
-            for module, own in self._trained.items()
-            if own
-        ]
+        handles: list[Any] = []
+        for module, own in self._trained.items():
+            if type(module) is nn.MultiheadAttention:
+                handles.append(_Patch(module, partial(attention.forward, module, self._project)))
+            elif type(module) is nn.GroupNorm and set(own) == {"weight", "bias"} and has_group_norm_kernel(module):
+                handles.append(_Patch(module, partial(self._group_norm, module)))
+            elif own:
+                # In front of other hooks: what they do to an output is not the layer's doing.
+                handles.append(module.register_forward_hook(self._forward, prepend=True, with_kwargs=True))
+        return handles
 
     def clear(self) -> None:
         self.gradients.clear()
@@ -73,7 +98,62 @@ class Capture:
             return None
         if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
             raise cannot_follow(module, "it needs layers of one tensor in and one out")
-        x = arguments[0].detach()
+        rule = rule_for(module) or any_layer
+        return self._follow(
+            module, arguments[0], output, lambda x, g, copies: rule(module, self._values(module), x, g, copies)
+        )
+
+    def _project(self, layer: nn.Module, x: Tensor, weight: str, bias: str, rows: slice) -> Tensor:
+        """Some rows of a matrix of ``layer`` times x, for modules that use their matrices without calling layers."""
+        w, b = getattr(layer, weight), getattr(layer, bias)
+        output = F.linear(x, w[rows], None if b is None else b[rows])
+        if not torch.is_grad_enabled() or not self._trained[layer]:
+            return output
+
+        def rule(x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+            found = linear(layer, {}, x, g, copies)
+            height = w.shape[0]
+            start, stop, _ = rows.indices(height)
+            if (start, stop) == (0, height):
+                return {weight: found["weight"], bias: found["bias"]}
+            above, below = start, height - stop
+            return {
+                weight: Dense(F.pad(found["weight"].dense(), (0, 0, above, below))),
+                bias: Dense(F.pad(found["bias"].dense(), (above, below))),
+            }
+
+        followed = self._follow(layer, x, output, rule)
+        return output if followed is None else followed
+
+    def _group_norm(self, module: nn.GroupNorm, input: Tensor) -> Tensor:
+        groups, eps, samples = module.num_groups, module.eps, self.samples or input.shape[0]
+        ours = input.requires_grad and kernels.has_group_norm(input, module.num_channels, groups)
+        if torch.is_grad_enabled() and ours and input.shape[0] % samples == 0:
+
+            def collect(*found: Tensor) -> None:
+                m = samples
+                gradients = (Dense(t.reshape(m, t.shape[0] // m, -1).sum(1)) for t in found)
+                self._add(module, dict(zip(("weight", "bias"), gradients, strict=True)))
+
+            weight, bias = module.weight.detach(), module.bias.detach()
+            return normalisation.group_norm(input, weight, bias, groups, eps, collect)
+        output = F.group_norm(input, groups, module.weight, module.bias, eps)
+        followed = self._forward(module, (input,), {}, output)
+        return output if followed is None else followed
+
+    def _add(self, module: nn.Module, found: dict[str, Gradients]) -> None:
+        for own, name in self._trained[module].items():
+            self.gradients[name] = self.gradients[name] + found[own] if name in self.gradients else found[own]
+
+    def _follow(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        output: Tensor,
+        rule: Callable[[Tensor, Tensor, int], dict[str, Gradients]],
+    ) -> Tensor | None:
+        """Collects gradients when the backward pass reaches the output; returns what must take its place, if any."""
+        x = x.detach()
         version, samples = x._version, self.samples or x.shape[:1].numel()
         returned = None
         if self._parameters is not None and not output.requires_grad:
@@ -89,23 +169,17 @@ class Capture:
                     f"the input of {type(module).__name__} was changed in place after it was used; "
                     'make that operation out of place or use engine="universal".'
                 )
+            if x.dim() == 0 or x.shape[0] % samples or g.shape[:1] != x.shape[:1]:
+                raise cannot_follow(
+                    module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first"
+                )
             with torch.no_grad():
-                self._add(module, x.to(g.dtype) if x.is_floating_point() else x, g.detach(), samples)
+                found = rule(x.to(g.dtype) if x.is_floating_point() else x, g.detach(), x.shape[0] // samples)
+            self._add(module, found)
 
         if output.requires_grad:
-            output.register_hook(collect)
+            output.register_hook(collect)  # type: ignore[no-untyped-call]
         return returned
-
-    def _add(self, module: nn.Module, x: Tensor, g: Tensor, samples: int) -> None:
-        if x.dim() == 0 or x.shape[0] % samples or g.shape[:1] != x.shape[:1]:
-            raise cannot_follow(module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first")
-        rule = rule_for(module)
-        if rule is not None:
-            found = rule(module, x, g, x.shape[0] // samples)
-        else:
-            found = any_layer(module, self._values(module), x, g, x.shape[0] // samples)
-        for own, name in self._trained[module].items():
-            self.gradients[name] = self.gradients[name] + found[own] if name in self.gradients else found[own]
 
     def _values(self, module: nn.Module) -> dict[str, Tensor]:
         if self._parameters is not None:
@@ -115,7 +189,7 @@ class Capture:
 
 def per_sample(
     model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> dict[str, Tensor]:
+) -> dict[str, Gradients]:
     """The gradient of every sample, by parameter; a parameter the samples do not use is missing."""
     fixed = {name: value.detach() for name, value in parameters.items()}
     capture = Capture(model, samples=tree_leaves(inputs)[0].shape[0] // copies, parameters=fixed)

@@ -1,13 +1,13 @@
 """Per-sample gradients of single layers from what entered them and what came back.
 
-A rule takes the layer, its input x and the gradient g of the loss with respect to its output, both with samples first
-(m * copies rows, the rows of a sample next to each other), and returns for every trained parameter of the layer an
-m x (shape) tensor: the gradient of each sample, summed over its rows. No rule looks at the values of the parameters.
+A rule takes the layer, the values of its trained parameters, its input x and the gradient g of the loss with respect to
+its output, both with samples first (m * copies rows, the rows of a sample next to each other), and returns for every
+trained parameter of the layer the gradient of each sample, summed over its rows. Sums are kept in float32 or wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from modelmix.errors import ModelMixError
+from modelmix.models.residual import StandardisedConv2d
+from modelmix.training import kernels
 from modelmix.training.engines.universal import any_speed
+from modelmix.training.gradients import Dense, Gradients, Outer, Rows
 
-Rule = Callable[[nn.Module, Tensor, Tensor, int], dict[str, Tensor]]
+Values = dict[str, Tensor]
+Rule = Callable[[nn.Module, Values, Tensor, Tensor, int], dict[str, Gradients]]
 
 _CACHE = 2 * 2**20  # bytes of windows that a processor core copies at once
+_LONGEST = 1024  # positions whose repetitions are found by comparing each with each
 
 
 def _samples(t: Tensor, copies: int) -> Tensor:
@@ -27,69 +32,135 @@ def _samples(t: Tensor, copies: int) -> Tensor:
     return t.reshape(t.shape[0] // copies, copies * t.shape[1:-1].numel(), t.shape[-1])
 
 
-def linear(layer: nn.Module, x: Tensor, g: Tensor, copies: int) -> dict[str, Tensor]:
+def _wide(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """For every sample the matrix product, summed in float32 or wider."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(_wide(a), _wide(b))
+
+
+def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     a, b = _samples(x, copies), _samples(g, copies)
-    # One position is an outer product, for which a plain product is several times faster.
-    weight = b.transpose(1, 2) * a if a.shape[1] == 1 else torch.bmm(b.transpose(1, 2), a)
-    return {"weight": weight, "bias": b.sum(1)}
+    if a.shape[1] == 1:
+        back = _wide(b[:, 0])
+        return {"weight": Outer(back, _wide(a[:, 0])), "bias": Dense(back)}
+    return {"weight": Dense(_products(b.transpose(1, 2), a)), "bias": Dense(_wide(b).sum(1))}
 
 
-def conv2d(layer: nn.Module, x: Tensor, g: Tensor, copies: int) -> dict[str, Tensor]:
-    assert isinstance(layer, nn.Conv2d)
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-    m, groups = x.shape[0] // copies, layer.groups
-    weight = x.new_empty(m, *layer.weight.shape)
-    positions = g.shape[2] * g.shape[3]
-    b = g.reshape(m, copies, groups, layer.out_channels // groups, positions)
-    inside = layer.weight.shape[1:].numel()  # entries of a window, within one group
+def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    """One or two dimensions, any stride, padding, dilation and groups."""
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d)
+    left_right = list(layer._reversed_padding_repeated_twice)  # of the last dimension first
+    padding = left_right[::-2]
+    if layer.padding_mode != "zeros" or left_right[::2] != left_right[1::2]:
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x, padding = F.pad(x, left_right, mode=mode), [0] * len(padding)
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    if isinstance(layer, nn.Conv1d):  # an image of one line
+        x, g = x[:, :, None], g[:, :, None]
+        kernel, stride, padding, dilation = (1, *kernel), (1, *stride), [0, *padding], (1, *dilation)
+    weight = _conv_weight(x, g, kernel, stride, padding, dilation, layer.groups, copies)
+    bias = _wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3))
+    return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": Dense(bias)}
+
+
+def _conv_weight(
+    x: Tensor,
+    g: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    copies: int,
+) -> Tensor:
+    if kernels.has_kernels(x):
+        lists = [list(kernel), list(stride), list(padding), list(dilation)]
+        found: Tensor = kernels.conv_weight(x, g.to(x.dtype), *lists, groups, copies)
+        return found.permute(0, 1, 4, 2, 3)
+    x, g = _wide(x), _wide(g)
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    m, positions = x.shape[0] // copies, g.shape[2] * g.shape[3]
+    weight = x.new_empty(m, g.shape[1], x.shape[1] // groups, *kernel)
+    b = g.reshape(m, copies, groups, g.shape[1] // groups, positions)
+    inside = weight.shape[2:].numel()  # entries of a window, within one group
     row = copies * groups * inside * positions * x.element_size()
     block = max(1, _CACHE * min(4, torch.get_num_threads()) // max(1, row)) if x.device.type == "cpu" else m
+    n, c, h, w = x.stride()
     for start in range(0, m, block):
         part = slice(start, min(start + block, m))
-        windows = _windows(x[start * copies : part.stop * copies], layer, (g.shape[2], g.shape[3]))
+        # Every window a kernel sees, as a view: no launch per sample as with ``F.unfold`` on a GPU.
+        windows = x[start * copies : part.stop * copies].as_strided(
+            ((part.stop - start) * copies, x.shape[1], *kernel, *g.shape[2:]),
+            (n, c, h * dilation[0], w * dilation[1], h * stride[0], w * stride[1]),
+        )
         a = windows.reshape(part.stop - start, copies, groups, inside, positions)
         weight[part] = torch.einsum("mkgop,mkgip->mgoi", b[part], a).reshape(weight[part].shape)
-    return {"weight": weight, "bias": b.sum((1, 4)).reshape(m, -1)}
+    return weight
 
 
-def _windows(x: Tensor, layer: nn.Conv2d, size: tuple[int, int]) -> Tensor:
-    """Every window a kernel sees, as a view: no copy, and no launch per sample as with ``F.unfold`` on a GPU."""
-    n, c, h, w = x.stride()
-    (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
-    shape = (x.shape[0], x.shape[1], kh, kw, *size)
-    return x.as_strided(shape, (n, c, h * dh, w * dw, h * sh, w * sw))
+def standardised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    """A convolution with a function of its parameters: the gradient goes back through that function."""
+    assert isinstance(layer, StandardisedConv2d)
+    found = convolution(layer, values, x, g, copies)
+    through = [(values.get(name, getattr(layer, name)).detach()) for name in ("weight", "gain")]
+    back = vjp(layer.used_weight, *map(_wide, through))[1]
+    weight, gain = vmap(back)(found["weight"].dense())
+    return {**found, "weight": Dense(weight), "gain": Dense(gain)}
 
 
-def group_norm(layer: nn.Module, x: Tensor, g: Tensor, copies: int) -> dict[str, Tensor]:
+def _affine(product: Tensor, g: Tensor, shape: tuple[int, ...], dims: tuple[int, ...]) -> dict[str, Gradients]:
+    """Gradients of a scale and a shift, summed over ``dims`` of ``shape``."""
+    return {"weight": Dense(product.reshape(shape).sum(dims)), "bias": Dense(g.reshape(shape).sum(dims))}
+
+
+def group_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.GroupNorm)
+    x, g = _wide(x), _wide(g)
     shape = (x.shape[0] // copies, copies, x.shape[1], x.shape[2:].numel())
-    product = g * F.group_norm(x, layer.num_groups, eps=layer.eps)
-    return {"weight": product.reshape(shape).sum((1, 3)), "bias": g.reshape(shape).sum((1, 3))}
+    return _affine(g * F.group_norm(x, layer.num_groups, eps=layer.eps), g, shape, (1, 3))
 
 
-def layer_norm(layer: nn.Module, x: Tensor, g: Tensor, copies: int) -> dict[str, Tensor]:
+def instance_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    assert isinstance(layer, nn.modules.instancenorm._InstanceNorm)
+    x, g = _wide(x), _wide(g)
+    shape = (x.shape[0] // copies, copies, x.shape[1], x.shape[2:].numel())
+    return _affine(g * F.instance_norm(x, eps=layer.eps), g, shape, (1, 3))
+
+
+def layer_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.LayerNorm)
+    x, g = _wide(x), _wide(g)
     positions = copies * x.shape[1 : x.dim() - len(layer.normalized_shape)].numel()
     shape = (x.shape[0] // copies, positions, *layer.normalized_shape)
-    product = g * F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-    return {"weight": product.reshape(shape).sum(1), "bias": g.reshape(shape).sum(1)}
+    return _affine(g * F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, shape, (1,))
 
 
-def embedding(layer: nn.Module, x: Tensor, g: Tensor, copies: int) -> dict[str, Tensor]:
+def embedding(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.Embedding)
     index = _samples(x.long()[..., None], copies)
-    g = _samples(g, copies)
+    g = _wide(_samples(g, copies))
     if layer.padding_idx is not None:
         g = g * (index != layer.padding_idx)
+    if index.shape[1] <= min(layer.num_embeddings, _LONGEST):
+        return {"weight": Rows.of(g, index[..., 0], layer.num_embeddings)}
     out = g.new_zeros(g.shape[0], *layer.weight.shape)
-    return {"weight": out.scatter_add_(1, index.expand_as(g), g)}
+    return {"weight": Dense(out.scatter_add(1, index.expand_as(g), g))}
 
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
-    nn.Conv2d: conv2d,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    StandardisedConv2d: standardised,
     nn.GroupNorm: group_norm,
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
     nn.LayerNorm: layer_norm,
     nn.Embedding: embedding,
 }
@@ -98,8 +169,9 @@ RULES: dict[type[nn.Module], Rule] = {
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of exactly this class, if there is one; a subclass may compute something else with its parameters."""
     names = {name for name, _ in layer.named_parameters(recurse=False)}
+    known = {"weight", "bias", "gain"} if type(layer) is StandardisedConv2d else {"weight", "bias"}
     special = isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq)
-    return RULES.get(type(layer)) if names <= {"weight", "bias"} and not special else None
+    return RULES.get(type(layer)) if names <= known and not special else None
 
 
 class _Bare(nn.Module):
@@ -114,12 +186,8 @@ class _Bare(nn.Module):
         return out
 
 
-def any_layer(layer: nn.Module, values: dict[str, Tensor], x: Tensor, g: Tensor, copies: int) -> dict[str, Tensor]:
-    """Any module of one tensor in and one out: its own backward pass, one row at a time through ``vmap``.
-
-    Args:
-        values: of the layer's trained parameters, at which the gradient is taken.
-    """
+def any_layer(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    """Any module of one tensor in and one out: its own backward pass, one row at a time through ``vmap``."""
     if any(p.requires_grad for child in layer.children() for p in child.parameters()):
         raise cannot_follow(layer, "it owns trained parameters beside those of the layers within it")
     if layer._forward_pre_hooks:
@@ -133,7 +201,8 @@ def any_layer(layer: nn.Module, values: dict[str, Tensor], x: Tensor, g: Tensor,
 
     with any_speed():
         rows = vmap(one, randomness="error")(x, g)
-    return {name.removeprefix("layer."): t.reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
+    summed = {name: _wide(t).reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
+    return {name.removeprefix("layer."): Dense(t) for name, t in summed.items()}
 
 
 def cannot_follow(layer: nn.Module, why: str) -> ModelMixError:

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
+from modelmix.training.gradients import Dense, Gradients
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -75,7 +76,7 @@ def split(tree: Any, copies: int) -> Any:
 
 def per_sample(
     model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> dict[str, Tensor]:
+) -> dict[str, Gradients]:
     """The gradient of every sample, by parameter."""
 
     def one(parameters: dict[str, Tensor], x: Any, y: Any) -> Tensor:
@@ -85,12 +86,12 @@ def per_sample(
     each = vmap(grad(one), in_dims=(None, 0, 0), randomness="different")
     with any_speed():
         found: dict[str, Tensor] = each(fixed, split(inputs, copies), split(targets, copies))
-    return found
+    return {name: Dense(value) for name, value in found.items()}
 
 
 def per_sample_loop(
     model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> dict[str, Tensor]:
+) -> dict[str, Gradients]:
     """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
     free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
     batch = split((inputs, targets), copies)
@@ -105,4 +106,4 @@ def per_sample_loop(
         for name, g in zip(found, gradients, strict=True):
             if g is not None:
                 found[name][i] = g.to_dense()
-    return found
+    return {name: Dense(value) for name, value in found.items()}

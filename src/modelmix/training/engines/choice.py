@@ -1,0 +1,102 @@
+"""Which engine is right for a model, found by trying."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from modelmix.errors import ModelMixError
+from modelmix.training.engines import hooks, universal
+from modelmix.training.engines.chunk import ENGINES, Loss, rows
+from modelmix.training.gradients import Gradients
+
+_PROBE = 3
+
+
+def choose(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> str:
+    """The fastest engine that is right for this model, found by comparing them on a few samples.
+
+    Hooks can be wrong without noticing, where a model uses a weight behind a layer's back or lets samples meet; the
+    universal engine cannot, so it is the judge. They are compared near the model's weights, not at them, and with
+    losses of different weight: where a last layer begins at zero, or the samples are all alike, much of a gradient
+    vanishes, and the errors with it.
+
+    A model that ``torch.func`` cannot run is left to the loop: often it looks at the values of a batch to decide what
+    to compute, and then a few samples do not show that it treats every one alone.
+    """
+    where = torch.arange(_PROBE) % rows((inputs, targets))  # several rows, so that samples can meet if they are let
+    device = next(model.parameters()).device
+    probe = tree_map(lambda t: t.detach()[where.to(t.device)].to(device), (inputs, targets))
+    twin = model
+    # Some models do not run in float64, and then rounding must be told from error.
+    for dtype, relative, absolute in ((torch.float64, 1e-8, 1e-11), (None, 1e-4, 1e-5)):
+        try:
+            twin = copy.deepcopy(model).to(dtype) if dtype else copy.deepcopy(model)
+            quiet(twin)
+            x, y = tree_map(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t, probe)
+            case = (twin, _weighted(loss), _nearby(twin), x, (y, _sample_weights(x)), 1)
+            right = universal.per_sample(*case)
+        except Exception:  # a model that cannot be copied, or cannot run so
+            continue
+        return "hooks" if _hooks_agree(case, right, relative, absolute) else "universal"
+    problem: Exception | None = None
+    for engine in ("universal", "loop"):
+        try:
+            ENGINES[engine](twin, loss, _nearby(twin), probe[0], probe[1], 1)
+        except ModelMixError:
+            raise
+        except Exception as error:  # whatever torch.func does not support, autograd may
+            problem = error
+        else:
+            return engine
+    raise ModelMixError(f"the model fails on a batch of one sample: {_line(problem)}") from problem
+
+
+def _nearby(model: nn.Module) -> dict[str, Tensor]:
+    """Other weights, of about the size of the model's."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            noise = torch.randn(p.shape, generator=generator, device="cpu").to(p)
+            found[name] = p.detach() + 0.1 * (p.detach().square().mean().sqrt() + 0.1) * noise
+    return found
+
+
+def _sample_weights(inputs: Any) -> Tensor:
+    first = tree_leaves(inputs)[0]
+    return torch.arange(1.0, first.shape[0] + 1, device=first.device)
+
+
+def _weighted(loss: Loss) -> Loss:
+    return lambda outputs, targets: universal.one_number(loss(outputs, targets[0])) * targets[1].sum()
+
+
+def _hooks_agree(case: tuple[Any, ...], right: dict[str, Gradients], relative: float, absolute: float) -> bool:
+    try:
+        found = hooks.per_sample(*case)
+        size = torch.stack([g.dense().double().norm() for g in right.values()]).norm()
+        for name, g in right.items():
+            wanted = g.dense().double()
+            mine = found[name].dense().double() if name in found else torch.zeros_like(wanted)
+            if not bool((mine - wanted).norm() <= relative * wanted.norm() + absolute * size):
+                return False
+    except Exception:  # not for this model, then
+        return False
+    return True
+
+
+def quiet(model: nn.Module) -> None:
+    """Dropout off, so that two passes can be compared."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _line(error: BaseException | None) -> str:
+    text = " ".join(str(error).split())
+    return (text[:200] + "...") if len(text) > 200 else (text or type(error).__name__)

@@ -1,0 +1,153 @@
+"""A chunk of fixed shape, traced once from its samples to their clipped sum, compiled, and replayed.
+
+Python runs during tracing only. The trace holds the forward pass, the backward pass, per-sample gradients and clipping
+as one line of operations, which the compiler fuses; on a GPU one graph launch replays them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from modelmix.training.clipping import Clip, ClippedSum
+from modelmix.training.engines.chunk import Loss, gradients_of_chunk, sum_of_chunk
+
+_TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
+
+
+_CHECKED = 32  # samples on which both are compared
+_BACKEND = "inductor"
+
+
+Stamps = list[tuple[Tensor, int]]
+"""Tensors, and how often each had been written to."""
+
+
+class UnfitError(Exception):
+    """This model cannot be compiled, or not rightly."""
+
+
+class Compiled:
+    """The clipped sum for chunks of the shapes of the first one.
+
+    Args:
+        reference: the sum of some rows of the first chunk, given with the weights of their samples, uncompiled and in
+            full precision.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        model: nn.Module,
+        loss: Loss,
+        parameters: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+        weights: Tensor,
+        clip: Clip,
+        copies: int,
+        reference: Callable[[slice, Tensor], ClippedSum],
+    ) -> None:
+        device = weights.device
+
+        def line(
+            parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, c: Tensor, bound: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            found = gradients_of_chunk(engine, model, loss, parameters, inputs, targets, copies)
+            return clip.at_once(found, weights, c, bound)
+
+        self._parameters: Stamps = []
+        case = (parameters, inputs, targets, weights, *clip.limits_on(device))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        problem: Exception | None = None
+        for layout in (
+            (torch.channels_last, torch.preserve_format) if device.type == "cuda" else (torch.preserve_format,)
+        ):
+            try:
+                self._prepare(line, case, layout)
+            except Exception as error:  # a model may insist on one layout
+                problem = error
+            else:
+                break
+        else:
+            lines = str(problem).strip().splitlines()
+            raise UnfitError(f"{type(problem).__name__}: {lines[0][:200] if lines else ''}") from problem
+        if not self._draws:
+            few = slice(_CHECKED * copies)
+            some = weights.clone()
+            some[_CHECKED:] = 0
+            x, y = tree_map(lambda t: t[few], (inputs, targets))
+            plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
+            _require_equal(self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED]))
+        if device.type == "cuda" and not self._draws:  # a replay would repeat its draws
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._out = self._compute()
+
+    def _prepare(self, line: Any, case: Any, layout: torch.memory_format) -> None:
+        # Copies that stay where they are: a replayed graph reads the same memory every time.
+        self._case = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case)
+        with torch.no_grad():
+            trace = make_fx(line, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
+        self._draws = any(torch.Tag.nondeterministic_seeded in _tags(node) for node in trace.graph.nodes)
+        self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
+        self._compute()
+
+    @staticmethod
+    def key(parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor) -> Any:
+        """Equal for chunks that the same trace serves."""
+        leaves, form = tree_flatten((inputs, targets))
+        shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in (*leaves, weights))
+        return shapes, str(form), tuple((name, p.dtype) for name, p in parameters.items())
+
+    def __call__(
+        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip
+    ) -> ClippedSum:
+        # Most calls come with the parameters of the call before: the chunks of one step.
+        stamps = [(p, p._version) for p in parameters.values()]
+        if not same_tensors(stamps, self._parameters):
+            torch._foreach_copy_(list(self._case[0].values()), list(parameters.values()))
+            self._parameters = stamps
+        case = (inputs, targets, weights, *clip.limits_on(weights.device))
+        for mine, theirs in zip(tree_leaves(self._case[1:]), tree_leaves(case), strict=True):
+            mine.copy_(theirs)
+        if self._graph is None:
+            return ClippedSum(*self._compute(), weights > 0)
+        self._graph.replay()
+        total, norms, truncated = (t.clone() for t in self._out)  # the next replay writes there
+        return ClippedSum(total, norms, truncated, weights > 0)
+
+    def _compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            out: tuple[Tensor, Tensor, Tensor] = self._run(*self._case)
+        return out
+
+
+def _require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> None:
+    """What a compiler did to a model is trusted after it has shown the same sum as the model itself.
+
+    Args:
+        exact: the sum in the precision of the given parameters. In less precision a sum can be far from it, and two
+            that are rounded differently far from each other; a compiled one may not be much farther than one that is
+            not.
+    """
+    norms = [part.norms.nan_to_num(0.0, 0.0, 0.0) for part in (mine, plain, exact)]
+    for here, there, right in ((mine.total, plain.total, exact.total), norms):
+        allowed = 2 * (there - right).norm() + _TOLERANCE * right.norm()
+        off = (here - right).norm()
+        if not bool(off <= allowed):
+            raise UnfitError(f"compiled, it is off by {float(off):.2g} where {float(allowed):.2g} would be rounding")
+
+
+def same_tensors(a: Stamps, b: Stamps) -> bool:
+    """Whether two lists name the same tensors in the same state."""
+    return len(a) == len(b) and all(p is q and v == w for (p, v), (q, w) in zip(a, b, strict=True))
+
+
+def _tags(node: torch.fx.Node) -> Any:
+    return getattr(node.target, "tags", ())

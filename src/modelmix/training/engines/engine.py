@@ -1,0 +1,162 @@
+"""One engine for a whole run."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from modelmix.errors import ModelMixError
+from modelmix.training.clipping import Clip, ClippedSum
+from modelmix.training.engines.choice import choose, quiet
+from modelmix.training.engines.chunk import Loss, check_rows, known, rows, sum_of_chunk
+from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, same_tensors
+from modelmix.training.engines.layers import rule_for
+from modelmix.training.parameters import FlatParameters
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+_PROBE = 4
+
+
+class Engine:
+    """Sums the clipped gradients of chunks of one model.
+
+    Guarantee: whatever the precision and however it is compiled, what one sample adds to the sum keeps the clip's
+    bounds; norms are measured in float64 on the very numbers that are summed.
+
+    Args:
+        model: any module; its trainable parameters are what ``parameters`` names in every call.
+        loss: ``loss(outputs, targets)``; it sees one sample at a time, and outputs in float32 or wider.
+        probe: (inputs, targets) of some samples, by which the engine is chosen and checked.
+        name: "hooks", "universal", "loop", or "auto" for the fastest that is right for this model.
+        precision: in which the model is run; None takes the model's own.
+        compiled: traces a chunk once, compiles it, and on a GPU replays it without launching kernels one by one. None
+            does so on a GPU. A model that cannot be traced is run as it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        probe: tuple[Any, Any],
+        *,
+        name: str = "auto",
+        precision: str | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        if precision is not None and precision not in PRECISIONS:
+            raise ModelMixError(f"precision = {precision!r} is unknown: choose {', '.join(PRECISIONS)}.")
+        if name in ("auto", "hooks"):
+            right = choose(model, loss, *probe)
+            if name == "hooks" and right != "hooks":
+                raise ModelMixError('the hook engine is not right for this model: use engine="auto" or "universal".')
+            name = right
+        self.name = known(name)
+        self._original, self._loss = model, loss
+        self._dtype = None if precision is None else PRECISIONS[precision]
+        self._model = model if self._dtype is None else _twin(model, self._dtype)
+        device = next(model.parameters()).device
+        if device.type == "cuda" and self.name == "hooks" and not _kernels_agree(model, loss, probe):
+            self.name = "universal"
+            warnings.warn("our kernels disagree with torch on this machine: please report it.", stacklevel=2)
+        self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
+        self._compiled: dict[Any, Compiled] = {}
+        self._last: tuple[Stamps, dict[str, Tensor]] | None = None
+        self.fixed_shapes = self._compile or device.type != "cpu"
+        """Whether chunks should all have one shape; on a processor that only costs time."""
+        if self.name == "hooks":
+            _say_what_is_slow(model)
+
+    def __call__(
+        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip, copies: int = 1
+    ) -> ClippedSum:
+        """The clipped sum of one chunk at the given parameters; see ``sum_of_chunk``."""
+        check_rows((inputs, targets), weights, copies)
+        loss, given = self._loss, (parameters, inputs)
+        if self._dtype is not None:
+            for mine, theirs in zip(self._model.modules(), self._original.modules(), strict=True):
+                mine.training = theirs.training
+            parameters, inputs = self._at_precision(parameters), tree_map(self._cast, inputs)
+            loss = _in_full(loss)
+
+        def reference(rows: slice, weights: Tensor) -> ClippedSum:
+            x, y = tree_map(lambda t: t[rows], (given[1], targets))
+            return sum_of_chunk(self.name, self._original, self._loss, given[0], x, y, weights, clip, copies)
+
+        if self._compile and weights.shape[0]:
+            modes = tuple(module.training for module in self._model.modules())
+            key = (Compiled.key(parameters, inputs, targets, weights), modes, clip.p == 1, clip.norm, copies)
+            try:
+                if key not in self._compiled:
+                    case = (self._model, loss, parameters, inputs, targets, weights, clip, copies)
+                    self._compiled[key] = Compiled(self.name, *case, reference)
+                return self._compiled[key](parameters, inputs, targets, weights, clip)
+            except UnfitError as reason:
+                self._compile = False
+                warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=2)
+        return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
+
+    def _at_precision(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Cast once for all the chunks of a step."""
+        stamps = [(p, p._version) for p in parameters.values()]
+        if self._last is None or not same_tensors(stamps, self._last[0]):
+            self._last = stamps, {name: self._cast(p) for name, p in parameters.items()}
+        return self._last[1]
+
+    def _cast(self, t: Tensor) -> Tensor:
+        return t.to(self._dtype) if t.is_floating_point() else t
+
+
+def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in another precision, with what is not trained; what is trained comes with every call."""
+    try:
+        return copy.deepcopy(model).to(dtype)
+    except Exception as error:
+        raise ModelMixError("another precision needs a model that can be copied: leave precision out.") from error
+
+
+def _kernels_agree(model: nn.Module, loss: Loss, probe: tuple[Any, Any]) -> bool:
+    """The last check on an accelerator: in the model's own precision, where the layers are ours, against torch's.
+
+    The comparison by which an engine is chosen runs in float64, for which there are no kernels.
+    """
+    flat = FlatParameters(model)
+    quiet(twin := copy.deepcopy(model))
+    x, y = tree_map(lambda t: t[:_PROBE].to(next(model.parameters()).device), probe)
+    one = torch.ones(rows(x), dtype=torch.float64, device=next(model.parameters()).device)
+    case = (twin, loss, flat.views(flat.read()), x, y, one, Clip(1.0))
+    ours, theirs = (sum_of_chunk(name, *case) for name in ("hooks", "universal"))
+    near = (ours.total - theirs.total).norm() <= 0.1 * theirs.total.norm() + 1e-6
+    return bool(near & ((ours.norms - theirs.norms).norm() <= 0.1 * theirs.norms.norm() + 1e-9))
+
+
+def _in_full(loss: Loss) -> Loss:
+    """A loss that is given its outputs in float32, where they come in less."""
+
+    def wide(t: Tensor) -> Tensor:
+        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+    return lambda outputs, targets: loss(tree_map(wide, outputs), targets)
+
+
+def _say_what_is_slow(model: nn.Module) -> None:
+    inside = {m for a in model.modules() if type(a) is nn.MultiheadAttention for m in a.modules()}
+    slow = {
+        type(module).__name__
+        for module in model.modules()
+        if module not in inside
+        and any(p.requires_grad for p in module.parameters(recurse=False))
+        and rule_for(module) is None
+    }
+    if slow:
+        warnings.warn(
+            f"there is no fast rule for {', '.join(sorted(slow))}: gradients of these layers are taken sample by "
+            "sample, which is right and slower.",
+            stacklevel=4,
+        )

@@ -1,0 +1,240 @@
+"""The gradients of single samples with respect to one parameter, in the form that costs least.
+
+Clipping asks two things of them: how long each is, and the sum of all after scaling and truncation. A weight used once
+by a sample, or a table of which it touches a few rows, can answer both without writing every coordinate down. All
+answers are float64: what is measured and what is summed are the same numbers, whatever precision they came in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelmix.training import kernels
+
+_CACHE = 2 * 2**20  # bytes that a processor core works on at once
+
+
+class Gradients(ABC):
+    """m gradients of one parameter."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """m x (shape)"""
+
+    @abstractmethod
+    def powers(self, norm: int) -> Tensor:
+        """Of every sample, the sum of |coordinate|^norm."""
+
+    @abstractmethod
+    def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+        """The sum over samples of scale * gradient with every coordinate cut to +-bound.
+
+        A sample of scale 0 adds nothing, even if its gradient is not finite. The bound is a float64 number on the
+        device.
+
+        Returns:
+            A tensor of the parameter's shape, and how many coordinates were cut of each sample (zeros or None without a
+            bound).
+        """
+
+    @abstractmethod
+    def settled(self) -> Gradients:
+        """The same gradients, out of a compiler's reach: see ``kernels.settled``."""
+
+    @abstractmethod
+    def times(self, factor: float) -> Gradients: ...
+
+    def __add__(self, other: Gradients) -> Gradients:
+        return Dense(self.dense() + other.dense())
+
+
+def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+    """Scaled and truncated values, and the number cut in every row."""
+    scale = scale.reshape(-1, *[1] * (values.dim() - 1))
+    scaled = torch.where(scale > 0, values.double() * scale, 0.0)
+    if bound is None:
+        return scaled, None
+    return _clamp(scaled, bound), (scaled.abs() > bound).flatten(1).sum(1)
+
+
+def _clamp(values: Tensor, bound: Tensor | float) -> Tensor:
+    return values.clamp(-bound, bound)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Dense(Gradients):
+    """Every coordinate of every sample: m x (shape)."""
+
+    values: Tensor
+
+    @property
+    def samples(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def order(self) -> list[int]:
+        """The dimensions of the parameter as they lie in memory: read in this order, a row is one piece."""
+        stride = self.values.stride()
+        return sorted(range(1, self.values.dim()), key=lambda k: -stride[k])
+
+    def rows(self) -> Tensor:
+        """m x coordinates, in the order of memory."""
+        return self.values.permute(0, *self.order).reshape(self.samples, self.values.shape[1:].numel())
+
+    def shaped(self, row: Tensor) -> Tensor:
+        """One row of ``rows``, in the shape of the parameter."""
+        order = self.order
+        there = row.reshape([self.values.shape[k] for k in order])
+        return there.permute([order.index(k) for k in range(1, self.values.dim())])
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def powers(self, norm: int) -> Tensor:
+        rows = self.rows()
+        if kernels.has_kernels(rows):
+            found: Tensor = kernels.powers(rows, norm)
+            return found
+        wide = rows.double()
+        return (wide.square() if norm == 2 else wide.abs()).sum(1)
+
+    def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+        rows = self.rows()
+        if kernels.has_kernels(rows):
+            assert not isinstance(bound, float)
+            total, cut = kernels.clipped_sum(rows, scale, bound)
+            return self.shaped(total), cut
+        values, cut = _cut(rows, scale, bound)
+        return self.shaped(values.sum(0)), cut
+
+    def settled(self) -> Dense:
+        # Kernels are beyond that reach already: what they are given lies in memory.
+        return self if kernels.has_kernels(self.values) else Dense(kernels.settled(self.values))
+
+    def times(self, factor: float) -> Dense:
+        return Dense(self.values * factor)
+
+
+@dataclass(frozen=True)
+class Outer(Gradients):
+    """A matrix that each sample uses once: the gradient is the outer product of what came back and what went in.
+
+    Args:
+        back: m x rows.
+        seen: m x columns.
+    """
+
+    back: Tensor
+    seen: Tensor
+
+    @property
+    def samples(self) -> int:
+        return self.back.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.back.device
+
+    def dense(self) -> Tensor:
+        return self.back[:, :, None] * self.seen[:, None, :]
+
+    def powers(self, norm: int) -> Tensor:
+        # The largest number changes sides first: neither factor can then vanish where the product does not.
+        seen = self.seen.double()
+        top = seen.abs().amax(1, keepdim=True)
+        return Dense(self.back.double() * top).powers(norm) * Dense(seen / top.clamp_min(1e-300)).powers(norm)
+
+    def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+        live = scale[:, None] > 0
+        back = torch.where(live, self.back.double() * scale[:, None], 0.0)
+        seen = torch.where(live, self.seen.double(), 0.0)
+        if bound is None:
+            return back.T @ seen, None
+        if isinstance(bound, Tensor):
+            product = back[:, :, None] * seen[:, None, :]
+            return _clamp(product, bound).sum(0), (product.abs() > bound).sum((1, 2))
+        # A sample none of whose coordinates reaches the bound is as good as not truncated.
+        high = torch.nonzero(back.abs().amax(1) * seen.abs().amax(1) > bound).flatten()
+        cut = torch.zeros(self.samples, dtype=torch.int64, device=back.device)
+        rest = back.clone()
+        rest[high] = 0
+        total = rest.T @ seen
+        block = max(1, _CACHE * min(4, torch.get_num_threads()) // (8 * max(1, total.numel())))
+        for some in torch.split(high, block):
+            product = back[some][:, :, None] * seen[some][:, None, :]
+            kept = _clamp(product, bound)
+            total += kept.sum(0)
+            cut[some] = product.ne_(kept).flatten(1).sum(1).long()
+        return total, cut
+
+    def settled(self) -> Outer:
+        return Outer(kernels.settled(self.back), kernels.settled(self.seen))
+
+    def times(self, factor: float) -> Outer:
+        return Outer(self.back * factor, self.seen)
+
+
+@dataclass(frozen=True)
+class Rows(Gradients):
+    """A table of which each sample touches at most k rows.
+
+    Args:
+        values: m x k x width. Where a sample touches a row several times, the first place holds the sum and the others
+            hold zeros, so that every coordinate stands in one place.
+        index: m x k, the rows.
+        height: rows of the whole table.
+    """
+
+    values: Tensor
+    index: Tensor
+    height: int
+
+    @classmethod
+    def of(cls, values: Tensor, index: Tensor, height: int) -> Rows:
+        """From values that may touch a row several times."""
+        same = index[:, :, None] == index[:, None, :]
+        earlier = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device).tril(-1)
+        first = ~(same & earlier).any(2)
+        return cls(torch.bmm((same & first[:, :, None]).to(values.dtype), values), index, height)
+
+    @property
+    def samples(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def dense(self) -> Tensor:
+        table = self.values.new_zeros(self.samples, self.height, self.values.shape[2])
+        return table.scatter_add(1, self.index[:, :, None].expand_as(self.values), self.values)
+
+    def powers(self, norm: int) -> Tensor:
+        return Dense(self.values).powers(norm)
+
+    def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+        values, cut = _cut(self.values, scale, bound)
+        table = values.new_zeros(self.height, values.shape[2])
+        return table.index_add(0, self.index.flatten(), values.flatten(0, 1)), cut
+
+    def settled(self) -> Rows:
+        return Rows(kernels.settled(self.values), self.index, self.height)
+
+    def times(self, factor: float) -> Rows:
+        return Rows(self.values * factor, self.index, self.height)

@@ -1,0 +1,130 @@
+"""Our GPU kernels as operations that torch's compiler leaves whole. What they compute stands in the modules beside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MOST_CHANNELS = 2048
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether this tensor lies where our kernels run."""
+    return x.is_cuda and x.dtype in _KERNEL_TYPES and _triton_is_there()
+
+
+def _triton_is_there() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def has_group_norm(x: Tensor, channels: int, groups: int) -> bool:
+    """Whether our GroupNorm takes this tensor."""
+    powers_of_two = channels & (channels - 1) == 0 and groups & (groups - 1) == 0
+    return has_kernels(x) and x.dim() == 4 and powers_of_two and channels <= _MOST_CHANNELS and x[0].numel() > 0
+
+
+# The kernels are imported where they are called: triton is slow to load and not everywhere.
+
+
+@torch.library.custom_op("modelmix::conv_weight", mutates_args=())
+def conv_weight(
+    x: Tensor,
+    g: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    copies: int,
+) -> Tensor:
+    """The weight gradient of every sample of a convolution: m x out x kernel x (in / groups), in float32."""
+    from modelmix.training.kernels import convolution
+
+    return convolution.conv_weight(x, g, kernel, stride, padding, dilation, groups, copies)
+
+
+@conv_weight.register_fake
+def _(
+    x: Tensor,
+    g: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    copies: int,
+) -> Tensor:
+    shape = (x.shape[0] // copies, g.shape[1], *kernel, x.shape[1] // groups)
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("modelmix::settled", mutates_args=())
+def settled(t: Tensor) -> Tensor:
+    """The same numbers, written down.
+
+    A compiler may compute a value anew for every use of it, and round it each time in another way. What was measured
+    and what is summed must be the same numbers to the last digit, so they are read from memory both times.
+    """
+    return t.clone()
+
+
+@settled.register_fake
+def _(t: Tensor) -> Tensor:
+    return torch.empty_like(t)
+
+
+@torch.library.custom_op("modelmix::powers", mutates_args=())
+def powers(rows: Tensor, norm: int) -> Tensor:
+    from modelmix.training.kernels import clipping
+
+    return clipping.powers(rows.contiguous(), norm)
+
+
+@powers.register_fake
+def _(rows: Tensor, norm: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], dtype=torch.float64)
+
+
+@torch.library.custom_op("modelmix::clipped_sum", mutates_args=())
+def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    from modelmix.training.kernels import clipping
+
+    return clipping.clipped_sum(rows.contiguous(), scale, bound)
+
+
+@clipped_sum.register_fake
+def _(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    return scale.new_empty(rows.shape[1]), scale.new_empty(rows.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("modelmix::group_norm", mutates_args=())
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    from modelmix.training.kernels import normalisation
+
+    return normalisation.group_norm(x, weight.contiguous(), bias.contiguous(), groups, eps)
+
+
+@group_norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.new_empty(x.shape[0], groups, dtype=torch.float32)
+    return torch.empty_like(x), mean, torch.empty_like(mean)
+
+
+@torch.library.custom_op("modelmix::group_norm_backward", mutates_args=())
+def group_norm_backward(
+    x: Tensor, g: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    from modelmix.training.kernels import normalisation
+
+    return normalisation.group_norm_backward(x, g, weight.contiguous(), mean, scale)
+
+
+@group_norm_backward.register_fake
+def _(x: Tensor, g: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dweight = x.new_empty(x.shape[:2], dtype=torch.float32)
+    return torch.empty_like(x), dweight, torch.empty_like(dweight)

@@ -1,0 +1,113 @@
+"""What only an accelerator can show: compiled chunks that are replayed, and their memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from modelmix import Mechanism, Performance, Trainer
+from modelmix.training.clipping import Clip
+from modelmix.training.engines import Engine
+from modelmix.training.parameters import FlatParameters
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1),
+        nn.GroupNorm(32, 32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 64, 10),
+    ).to("cuda")
+
+
+def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(m, 3, 16, 16, device="cuda"), torch.randint(0, 10, (m,), device="cuda")
+
+
+def views(model: nn.Module, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    flat = FlatParameters(model)
+    return flat.views(factor * flat.read())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_replayed_chunk_is_the_chunk(precision):
+    model, ones = network(), torch.ones(64, dtype=torch.float64, device="cuda")
+    x, y = batch(64)
+    compiled, plain = (
+        Engine(model, F.cross_entropy, (x, y), precision=precision, compiled=way) for way in (True, False)
+    )
+    near = 1e-3 if precision == "float32" else 0.05
+    for factor, c in ((1.0, 0.1), (1.1, 0.1), (1.1, 3.0)):  # other weights, another clip
+        x, y = batch(64)
+        ones[-1] = 1.0 - ones[-1]  # and padding
+        mine = compiled(views(model, factor), x, y, ones, Clip(c, 100))
+        right = plain(views(model, factor), x, y, ones, Clip(c, 100))
+        assert (mine.total - right.total).norm() <= near * right.total.norm()
+        assert (mine.norms - right.norms).norm() <= near * right.norms.norm()
+    # Kept results are not written over by later replays.
+    kept = mine.total.clone()
+    compiled(views(model), *batch(64), ones, Clip(1.0, 100))
+    assert torch.equal(kept, mine.total)
+
+
+@pytest.mark.parametrize("p", [1, 100])
+def test_the_bounds_hold_for_what_a_compiled_chunk_sums(p):
+    model, clip = network(), Clip(1e-2, p)
+    x, y = batch(16)
+    engine = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=True)
+    sums = []
+    for i in range(16):
+        weights = torch.zeros(16, dtype=torch.float64, device="cuda")
+        weights[i] = 1
+        sums.append(engine(views(model), x, y, weights, clip).total)
+    each = torch.stack(sums)
+    assert float(each.norm(dim=1).max()) <= clip.c
+    assert float(each.abs().max()) <= clip.coordinate_bound
+    whole = engine(views(model), x, y, torch.ones_like(weights), clip).total
+    torch.testing.assert_close(each.sum(0), whole, rtol=1e-9, atol=1e-12)
+
+
+def test_memory_does_not_grow_with_the_batch():
+    model, ones = network(), torch.ones(64, dtype=torch.float64, device="cuda")
+    x, y = batch(64)
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+    engine(views(model), x, y, ones, Clip(1.0, 100))
+    peaks = []
+    for chunks in (2, 20):
+        torch.cuda.reset_peak_memory_stats()
+        before, total = torch.cuda.memory_allocated(), 0
+        for _ in range(chunks):
+            total = total + engine(views(model), x, y, ones, Clip(1.0, 100)).total
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_training_on_the_device_spends_what_it_spends_elsewhere():
+    x, y = batch(256)
+    mechanism = Mechanism(1.0, 0.25, mixing_width=4.0, p=100)
+    ledgers = []
+    for device, precision in (("cuda", "bfloat16"), ("cpu", None)):
+        trainer = Trainer(
+            network(),
+            F.cross_entropy,
+            (x.cpu(), y.cpu()),
+            mechanism,
+            1.0,
+            0.1,
+            seed=1,
+            performance=Performance(device=device, precision=precision, chunk=64),
+        )
+        trainer.run(3, progress=False)
+        ledgers.append(trainer.ledger)
+        assert bool(torch.isfinite(trainer.state.last).all())
+    assert ledgers[0] == ledgers[1]

@@ -1,0 +1,165 @@
+"""Our kernels against torch: by triton's interpreter here, on the device itself where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from modelmix.training import kernels
+from modelmix.training.clipping import Clip
+from modelmix.training.engines import hooks, sum_of_chunk
+from modelmix.training.engines.layers import RULES
+from modelmix.training.gradients import Dense
+from modelmix.training.parameters import FlatParameters
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+# The interpreter takes the bits of bfloat16 for whole numbers in matrix products.
+HALF = (torch.float16,) if torch.get_default_device().type == "cpu" else (torch.float16, torch.bfloat16)
+
+
+def wide(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@st.composite
+def convolutions(draw):
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+
+    def two(low, high):
+        return draw(st.tuples(st.integers(low, high), st.integers(low, high)))
+
+    layer = nn.Conv2d(
+        groups * draw(st.sampled_from([1, 2, 3, 17])),
+        groups * draw(st.sampled_from([1, 4, 20])),
+        two(1, 3),
+        stride=two(1, 2),
+        padding=two(0, 2),
+        dilation=two(1, 2),
+        groups=groups,
+    )
+    copies, m = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    return layer, m, copies, two(5, 9), draw(st.sampled_from(["contiguous", "channels last", "sliced"]))
+
+
+@given(convolutions(), st.sampled_from([torch.float32, *HALF]), st.integers(0, 100))
+@settings(max_examples=15)
+def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
+    layer, m, copies, size, layout = case
+    torch.manual_seed(seed)
+    x = torch.randn(m * copies, layer.in_channels, *size)
+    if layout == "sliced":
+        x = torch.randn(m * copies, layer.in_channels, size[0], 2 * size[1])[..., ::2]
+    x = x.to(dtype)
+    g = torch.randn_like(layer(x.float())).to(dtype)
+    if layout == "channels last":
+        x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
+    given_ = (list(t) for t in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
+    found = kernels.conv_weight(x, g, *given_, layer.groups, copies).permute(0, 1, 4, 2, 3)
+    wanted = RULES[nn.Conv2d](layer, {}, x.double(), g.double(), copies)["weight"].dense()
+    assert found.dtype == torch.float32
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+
+
+@given(st.integers(1, 70), st.integers(1, 600), st.sampled_from([None, 0.01, 0.3]), st.sampled_from([1, 2]))
+@settings(max_examples=15)
+def test_both_passes_of_clipping(m, width, bound, norm):
+    torch.manual_seed(m + width)
+    rows = torch.randn(m, width) * 10.0 ** torch.randint(-20, 10, (m, 1))
+    wanted = Dense(rows.double())
+    torch.testing.assert_close(kernels.powers(rows, norm), wanted.powers(norm), rtol=1e-13, atol=0)
+    scale = torch.rand(m, dtype=torch.float64)
+    scale[0] = 0
+    rows[0, 0] = math.inf  # what is scaled by 0 adds nothing
+    limit = None if bound is None else wide(bound)
+    total, cut = kernels.clipped_sum(rows, scale, limit)
+    wanted_total, wanted_cut = wanted.clipped_sum(scale, limit)
+    size = (rows[1:].double().abs() * scale[1:, None]).sum(0)
+    assert bool(((total - wanted_total).abs() <= 1e-13 * size + 1e-300).all())
+    assert torch.equal(cut.long(), torch.zeros_like(cut).long() if wanted_cut is None else wanted_cut)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("channels", "groups", "size"), [(16, 16, (6, 5)), (32, 4, (3, 3)), (8, 1, (20, 30))])
+@pytest.mark.parametrize("far", [0.0, 1000.0])
+def test_group_norm_forward_and_backward(channels, groups, size, layout, far):
+    torch.manual_seed(0)
+    x = (torch.randn(3, channels, *size) * 3 + far).to(memory_format=layout)
+    weight, bias, g = torch.randn(channels), torch.randn(channels), torch.randn(3, channels, *size)
+    y, mean, scale = kernels.group_norm(x, weight, bias, groups, 1e-5)
+    dx, dweight, dbias = kernels.group_norm_backward(x, g, weight, mean, scale)
+    free = [t.double().requires_grad_() for t in (x, weight.expand(3, -1), bias.expand(3, -1))]
+    outputs = [F.group_norm(free[0][i : i + 1], groups, free[1][i], free[2][i], 1e-5) for i in range(3)]
+    wanted = torch.cat(outputs)
+    gradients = torch.autograd.grad(wanted, free, g.double())
+    assert y.stride() == x.stride()
+    # Where images lie far from 0, their own rounding is all that can be asked for.
+    rounding = 2e-6 + 2e-7 * far
+    for mine, right in zip((y, dx, dweight, dbias), (wanted, *gradients), strict=True):
+        assert (mine.double() - right).norm() <= rounding * right.norm()
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Our kernels for tensors of any device, so that whole networks go through them."""
+    if torch.get_default_device().type == "cpu":
+        monkeypatch.setattr(kernels, "has_kernels", lambda x: x.dtype in kernels._KERNEL_TYPES)
+        monkeypatch.setattr(hooks, "has_group_norm_kernel", lambda module: True)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(4, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, 1, bias=False),
+        nn.GroupNorm(16, 16),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16 * 9, 10),
+    )
+
+
+@pytest.mark.parametrize(("p", "norm"), [(1, 2), (100, 2), (4, 1)])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_whole_network_by_kernels(everywhere, p, norm, copies):
+    model, m = network(), 3
+    x, y = torch.randn(m * copies, 3, 6, 6), torch.randint(0, 10, (m * copies,))
+    flat, clip = FlatParameters(model), Clip(0.3, p, norm)
+    one = torch.ones(m, dtype=torch.float64)
+    found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip, copies)
+    model.double()
+    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x.double(), y, one, clip, copies)
+    assert (found.total - right.total).norm() <= 2e-5 * right.total.norm()
+    torch.testing.assert_close(found.norms, right.norms, rtol=2e-5, atol=0)
+    assert (found.truncated - right.truncated).abs().max() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("p", "norm"), [(1, 2), (100, 2), (4, 1)])
+def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dtype, p, norm):
+    """The largest norm of any clipped gradient, measured in float64 and in whatever precision the model runs."""
+    model = network().to(dtype)
+    x, y = 100 * torch.randn(6, 3, 6, 6).to(dtype), torch.randint(0, 10, (6,))
+    flat, clip = FlatParameters(model), Clip(1e-3, p, norm)
+    parameters = flat.views(flat.read())
+    norms, tops = [], []
+    for i in range(6):
+        weights = torch.zeros(6, dtype=torch.float64)
+        weights[i] = 1
+        part = sum_of_chunk("hooks", model, lambda o, t: F.cross_entropy(o.float(), t), parameters, x, y, weights, clip)
+        norms.append(float(torch.linalg.vector_norm(part.total, ord=norm)))
+        tops.append(float(part.total.abs().max()))
+        assert float(part.norms) > clip.c  # it was clipped
+    assert max(norms) <= clip.c
+    assert max(tops) <= clip.coordinate_bound
+    assert p > 1 or min(norms) >= clip.c * (1 - 1e-5)  # and not by more than it must
