@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-gpu lint bench clean
 
 train: $(READY)  ## private training on the embedded images, with a report at the end
 	$(BIN)/modelmix train
 
 test: $(READY)  ## every test
 	$(BIN)/python -m pytest
+
+test-gpu: $(READY)  ## engines, kernels and clipping on a CUDA device
+	MODELMIX_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/training/test_gpu.py tests/training/test_kernels.py \
+		tests/training/test_engines.py tests/training/test_gradients.py
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

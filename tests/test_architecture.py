@@ -43,7 +43,9 @@ def test_a_report_is_written_without_torch(path):
     assert not any(name.startswith(("torch", "modelmix.training", "modelmix.data")) for name in imports(path))
 
 
-@pytest.mark.parametrize("room", ["training", "training/engines", "audit", "data", "models", "experiments", "report"])
+@pytest.mark.parametrize(
+    "room", ["training", "training/engines", "training/kernels", "audit", "data", "models", "experiments", "report"]
+)
 def test_only_the_command_line_knows_the_command_line(room):
     for path in (SOURCE / room).glob("*.py"):
         assert not any(name.startswith("modelmix.cli") for name in imports(path)), path

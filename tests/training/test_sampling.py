@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import modelmix as mm
+from modelmix.errors import ModelMixError
 from modelmix.training import Performance, Randomness, Trainer
 from modelmix.training.sampling import as_source, pieces
 
@@ -70,6 +71,9 @@ def test_the_rate_is_exact(q):
 def test_chunks_cover_a_draw_and_have_one_shape(size, chunk):
     indices = torch.arange(100, 100 + size)
     parts = list(pieces(indices, chunk))
+    bare = list(pieces(indices, chunk, pad=False))
+    assert torch.equal(torch.cat([index for index, _ in bare] or [indices[:0]]), indices)
+    assert all(bool((weights == 1).all()) and len(weights) == len(index) <= chunk for index, weights in bare)
     assert len(parts) == math.ceil(size / chunk)
     assert all(index.shape == weights.shape == (chunk,) for index, weights in parts)
     kept = torch.cat([index[weights == 1] for index, weights in parts]) if parts else indices[:0]
@@ -172,6 +176,15 @@ def test_randomness_is_never_reused_and_never_goes_back():
     assert Randomness(1).state() == Randomness(1).state()
     assert Randomness(1).seeded
     assert not Randomness().seeded
+
+
+def test_what_is_prepared_ahead_is_what_would_have_been_drawn():
+    for prepared in (7, 8, 100):  # also where more or less was prepared than is drawn
+        ahead, plain = (Randomness(5).step() for _ in range(2))
+        ahead.prepare("noise", prepared)
+        assert torch.equal(ahead.gaussian("noise", 7), plain.gaussian("noise", 7))
+        with pytest.raises(ModelMixError, match="drawn already"):
+            ahead.gaussian("noise", 7)
 
 
 def test_labels_of_one_step_are_unrelated_streams():

@@ -8,7 +8,7 @@ import time
 import warnings
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -56,6 +56,12 @@ def train(
     device: Annotated[str | None, _option("--device", "cpu, cuda; default: what is there.", _RUN)] = None,
     engine: Annotated[str, _option("--engine", "auto, hooks, universal or loop.", _RUN)] = "auto",
     chunk: Annotated[int | None, _option("--chunk", "Samples whose gradients are held at once.", _RUN)] = None,
+    precision: Annotated[
+        str | None, _option("--precision", "float32, bfloat16: the model's arithmetic; no effect on epsilon.", _RUN)
+    ] = None,
+    compiled: Annotated[
+        bool | None, _option("--compile/--no-compile", "Compile the model; default: on a GPU.", _RUN)
+    ] = None,
     show_recipe: Annotated[
         bool, _option("--show-recipe", "Print the recipe and stop; a start for your own.", _RUN)
     ] = False,
@@ -100,7 +106,7 @@ def train(
         return
     name = re.sub(r"[^\w.-]+", "-", chosen.name)
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    trainer = _trainer(chosen, folder, resume, device, engine, chunk)
+    trainer = _trainer(chosen, folder, resume, Knobs(device, engine, precision, compiled, chunk))
     if not json:
         _announce(chosen, trainer, folder)
     try:
@@ -113,13 +119,23 @@ def train(
     _tell(chosen, trainer, folder, json)
 
 
-def _trainer(recipe: Recipe, folder: Path, resume: bool, device: str | None, engine: str, chunk: int | None) -> Trainer:
+class Knobs(NamedTuple):
+    """The arguments of ``Performance``, before torch is loaded."""
+
+    device: str | None
+    engine: str
+    precision: str | None
+    compiled: bool | None
+    chunk: int | None
+
+
+def _trainer(recipe: Recipe, folder: Path, resume: bool, knobs: Knobs) -> Trainer:
     try:
         from modelmix.data import load
         from modelmix.training import Performance
     except ModuleNotFoundError as error:
         raise ModelMixError(f"training needs {error.name}: install it with pip install 'modelmix[train]'.") from None
-    performance = Performance(device=device, engine=engine, chunk=chunk)
+    performance = Performance(**knobs._asdict())
     with warnings.catch_warnings():
         warnings.filterwarnings("always", module="modelmix")
         warnings.showwarning = lambda message, *_, **__: print(f"modelmix: warning: {message}", file=sys.stderr)

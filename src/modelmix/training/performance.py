@@ -9,7 +9,7 @@ import torch
 from modelmix.errors import ModelMixError
 from modelmix.privacy.validation import whole
 
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of gradients held at once: about a cache, and a fraction of a card
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Performance:
         """A power of two: large enough to keep the machine busy, small enough to waste little on padding."""
         if self.chunk is not None:
             return int(self.chunk)
-        fits = max(1, _CHUNK_BYTES // (4 * max(1, coordinates)))
+        room = _CHUNK_BYTES.get(self.find_device().type, 2**26)
+        fits = max(1, room // (4 * max(1, coordinates)))
         wanted = max(16.0, min(expected_batch / 6, 1024.0 / copies))
         return max(1, min(fits, 1 << round(wanted - 1).bit_length()))

@@ -34,13 +34,21 @@ class StepRandomness:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._drawn: set[str] = set()
+        self._waiting: dict[str, bytes] = {}
+
+    def prepare(self, label: str, words: int) -> None:
+        """Computes the stream behind a coming draw already now, while an accelerator is busy with something else."""
+        self._waiting[label] = _derive(self._key, label, 8 * words)
 
     def _words(self, label: str, count: int) -> Tensor:
         """``count`` uniform 64-bit words, as int64."""
         if label in self._drawn:
             raise ModelMixError(f"the {label} of this step was drawn already: randomness is never reused.")
         self._drawn.add(label)
-        return torch.frombuffer(bytearray(_derive(self._key, label, 8 * count) or b"\0" * 8), dtype=torch.int64)[:count]
+        stream = self._waiting.pop(label, b"")
+        if len(stream) != 8 * count:
+            stream = _derive(self._key, label, 8 * count)
+        return torch.frombuffer(bytearray(stream or b"\0" * 8), dtype=torch.int64)[:count]
 
     def uniform(self, label: str, count: int) -> Tensor:
         """Uniform on (0, 1) in float64: odd multiples of 2^-54, never 0 and never 1."""

@@ -325,7 +325,11 @@ class Trainer:
                 parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
                 total += parts[-1].total
         self._watch.check()
-        # All the work is handed over before its outcome is looked at, so that an accelerator never waits for us.
+        # All the work is handed over before its outcome is looked at: an accelerator never waits for us, and what
+        # randomness costs is spent while it works.
+        if self._device.type != "cpu":
+            draws.prepare("noise", 2 * ((self._flat.size + 1) // 2))
+            draws.prepare("mixing", self._flat.size)
         met = ClippedSum.joined(total, parts)
         if self._nonfinite == "stop" and not bool(torch.isfinite(met.norms).all()):
             raise ModelMixError(

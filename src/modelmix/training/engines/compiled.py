@@ -6,6 +6,7 @@ as one line of operations, which the compiler fuses; on a GPU one graph launch r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,14 +70,16 @@ class Compiled:
             (torch.channels_last, torch.preserve_format) if device.type == "cuda" else (torch.preserve_format,)
         ):
             try:
-                self._prepare(line, case, layout)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the compiler talks to its own developers
+                    self._prepare(line, case, layout)
             except Exception as error:  # a model may insist on one layout
                 problem = error
             else:
                 break
         else:
-            lines = str(problem).strip().splitlines()
-            raise UnfitError(f"{type(problem).__name__}: {lines[0][:200] if lines else ''}") from problem
+            said = " ".join(str(problem).split())
+            raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
         if not self._draws:
             few = slice(_CHECKED * copies)
             some = weights.clone()

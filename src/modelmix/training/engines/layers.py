@@ -7,6 +7,7 @@ trained parameter of the layer the gradient of each sample, summed over its rows
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from modelmix.errors import ModelMixError
-from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import kernels
 from modelmix.training.engines.universal import any_speed
 from modelmix.training.gradients import Dense, Gradients, Outer, Rows
@@ -103,14 +103,23 @@ def _conv_weight(
     return weight
 
 
-def standardised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
-    """A convolution with a function of its parameters: the gradient goes back through that function."""
-    assert isinstance(layer, StandardisedConv2d)
+def reparametrised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    """A convolution with ``used_weight(weight, ...)`` of its parameters: gradients go back through that function.
+
+    Weight standardisation is one (``modelmix.models.residual.StandardisedConv2d``).
+    """
     found = convolution(layer, values, x, g, copies)
-    through = [(values.get(name, getattr(layer, name)).detach()) for name in ("weight", "gain")]
-    back = vjp(layer.used_weight, *map(_wide, through))[1]
-    weight, gain = vmap(back)(found["weight"].dense())
-    return {**found, "weight": Dense(weight), "gain": Dense(gain)}
+    names = _of_used_weight(layer)
+    used: Callable[..., Tensor] = layer.used_weight  # type: ignore[assignment]
+    back = vjp(used, *(_wide(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
+    through = vmap(back)(found["weight"].dense())
+    return {**found, **{name: Dense(t) for name, t in zip(names, through, strict=True)}}
+
+
+def _of_used_weight(layer: nn.Module) -> list[str]:
+    """The parameters that a convolution's weight is computed from, where it is computed."""
+    compute = getattr(layer, "used_weight", None) if isinstance(layer, nn.Conv1d | nn.Conv2d) else None
+    return [] if compute is None else list(inspect.signature(compute).parameters)
 
 
 def _affine(product: Tensor, g: Tensor, shape: tuple[int, ...], dims: tuple[int, ...]) -> dict[str, Gradients]:
@@ -156,7 +165,6 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
-    StandardisedConv2d: standardised,
     nn.GroupNorm: group_norm,
     nn.InstanceNorm1d: instance_norm,
     nn.InstanceNorm2d: instance_norm,
@@ -169,9 +177,10 @@ RULES: dict[type[nn.Module], Rule] = {
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of exactly this class, if there is one; a subclass may compute something else with its parameters."""
     names = {name for name, _ in layer.named_parameters(recurse=False)}
-    known = {"weight", "bias", "gain"} if type(layer) is StandardisedConv2d else {"weight", "bias"}
+    if computed := _of_used_weight(layer):
+        return reparametrised if names <= {*computed, "bias"} else None
     special = isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq)
-    return RULES.get(type(layer)) if names <= known and not special else None
+    return RULES.get(type(layer)) if names <= {"weight", "bias"} and not special else None
 
 
 class _Bare(nn.Module):

@@ -1,0 +1,256 @@
+"""The engine of a run: precision, compiling, and what it says."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from modelmix import Mechanism, Performance, Trainer
+from modelmix.errors import ModelMixError
+from modelmix.models.networks import Pixels, cnn
+from modelmix.models.residual import StandardisedConv2d
+from modelmix.training.clipping import Clip
+from modelmix.training.engines import Engine, compiled
+from modelmix.training.parameters import FlatParameters
+
+
+@pytest.fixture
+def fast_compiler(monkeypatch):
+    """All of tracing, and no code generation."""
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.last = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.last(self.block(self.words(x)).mean(1))
+
+
+class Frozen(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10))
+        self[1].requires_grad_(False)
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        StandardisedConv2d(3, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, 2),
+        nn.Flatten(),
+        nn.Linear(4, 10),
+    )
+
+
+CASES = {
+    "images": (images, lambda m: torch.randn(m, 3, 4, 4)),
+    "frozen layers": (Frozen, lambda m: torch.randn(m, 3, 4, 4)),
+    "words": (Words, lambda m: torch.randint(0, 20, (m, 7))),
+    "pixels": (lambda: Pixels(cnn(1, 14, 10)), lambda m: torch.randint(0, 256, (m, 1, 14, 14), dtype=torch.uint8)),
+}
+
+
+def case(name, m=6):
+    torch.manual_seed(0)
+    make, inputs = CASES[name]
+    return make(), inputs(m), torch.randint(0, 10, (m,))
+
+
+def views(model, factor=1.0):
+    flat = FlatParameters(model)
+    return flat.views(factor * flat.read())
+
+
+def sums(engine, model, x, y, clip, factor=1.0):
+    weights = torch.ones(len(y), dtype=torch.float64)
+    weights[-1] = 0
+    return engine(views(model, factor), x, y, weights, clip)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_and_not_compiled_agree(fast_compiler, name, precision):
+    model, x, y = case(name)
+    one, other = (Engine(model, F.cross_entropy, (x, y), precision=precision, compiled=way) for way in (True, False))
+    for clip, factor in ((Clip(0.1, 100), 1.0), (Clip(0.1, 100), 1.1), (Clip(2.0, 100), 1.1), (Clip(0.1), 1.0)):
+        mine, right = (sums(engine, model, x, y, clip, factor) for engine in (one, other))
+        torch.testing.assert_close(mine.total, right.total, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(mine.norms, right.norms, rtol=1e-6, atol=0)
+        assert mine.norms.numel() == 5
+    assert one._compile
+    assert len(one._compiled) == 2  # with and without truncation; other weights and clips need no other trace
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler on a processor")
+def test_the_real_compiler_keeps_the_bounds():
+    """Where it computes a value twice it may round it twice: once for the norm, and otherwise for the sum."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Tanh(), nn.Linear(6, 10)), torch.randn(4, 6), torch.randint(0, 10, (4,))
+    engine, clip = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=True), Clip(1e-2)
+    for i in range(len(y)):
+        weights = torch.zeros(len(y), dtype=torch.float64)
+        weights[i] = 1
+        assert clip.c * (1 - 1e-5) <= float(engine(views(model), x, y, weights, clip).total.norm()) <= clip.c
+    assert engine._compile
+
+
+def test_half_precision_is_near_and_gives_float64(fast_compiler):
+    model, x, y = case("images", 32)
+    exact = sums(Engine(model, F.cross_entropy, (x, y), compiled=False), model, x, y, Clip(1.0))
+    half = sums(Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=False), model, x, y, Clip(1.0))
+    assert half.total.dtype == torch.float64
+    assert 1e-5 * exact.total.norm() < (half.total - exact.total).norm() < 0.05 * exact.total.norm()
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_a_model_follows_its_switch_to_evaluation(fast_compiler):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    for way in (True, False):
+        engine = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=way)
+        model.train()
+        assert not torch.equal(*(sums(engine, model, x, y, Clip(1.0)).total for _ in range(2)))
+        model.eval()
+        assert torch.equal(*(sums(engine, model, x, y, Clip(1.0)).total for _ in range(2)))
+
+
+def test_weights_written_in_place_are_seen(fast_compiler):
+    model, x, y = case("frozen layers")
+    engine = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=True)
+    parameters, one = views(model), torch.ones(6, dtype=torch.float64)
+    before = engine(parameters, x, y, one, Clip(1.0)).total
+    for p in parameters.values():
+        p.mul_(2.0)
+    assert not torch.equal(engine(parameters, x, y, one, Clip(1.0)).total, before)
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x) if float(self.layer.weight.sum()) < 1e9 else x[:, :3]
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once():
+    torch.manual_seed(0)
+    model, x, y = LooksAtValues(), torch.randn(4, 4), torch.randint(0, 3, (4,))
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+    plain = Engine(model, F.cross_entropy, (x, y), compiled=False)
+    with pytest.warns(UserWarning, match="runs uncompiled"):
+        found = sums(engine, model, x, y, Clip(0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums(engine, model, x, y, Clip(0.1))
+    assert torch.equal(found.total, sums(plain, model, x, y, Clip(0.1)).total)
+
+
+def test_a_compiler_that_is_wrong_is_not_trusted(monkeypatch):
+    def wrong(graph, inputs):
+        def run(*arguments):
+            first, *rest = graph(*arguments)
+            return [first * 1.1, *rest]
+
+        return run
+
+    monkeypatch.setattr(compiled, "_BACKEND", wrong)
+    model, x, y = case("frozen layers")
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+    with pytest.warns(UserWarning, match="would be rounding"):
+        sums(engine, model, x, y, Clip(0.1))
+
+
+def test_layers_without_a_rule_are_named_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3))
+    x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
+    with pytest.warns(UserWarning, match="no fast rule for PReLU") as said:
+        Engine(model, F.cross_entropy, (x, y))
+    assert len(said) == 1
+
+
+def test_wrong_knobs_are_refused():
+    model, x, y = case("frozen layers")
+    with pytest.raises(ModelMixError, match="precision = 'half' is unknown: choose float32"):
+        Engine(model, F.cross_entropy, (x, y), precision="half")
+    with pytest.raises(ModelMixError, match="engine = 'fast' is unknown"):
+        Engine(model, F.cross_entropy, (x, y), name="fast")
+
+
+def test_precision_and_compiling_do_not_touch_the_ledger(fast_compiler):
+    model, x, y = case("frozen layers", 40)
+    ledgers = []
+    for knobs in ({}, {"precision": "bfloat16", "compiled": True, "chunk": 8}):
+        trainer = Trainer(
+            model,
+            F.cross_entropy,
+            (x, y),
+            Mechanism(1.0, 0.3, mixing_width=3.0, p=10),
+            0.5,
+            0.1,
+            seed=3,
+            performance=Performance(device="cpu", **knobs),
+        )
+        ledgers.append(trainer.run(3, progress=False).ledger)
+    assert ledgers[0] == ledgers[1]
+
+
+# Attention.
+
+
+class Attends(nn.Module):
+    def __init__(self, way, first=True) -> None:
+        super().__init__()
+        self.way, self.first = way, first
+        self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=first), nn.Linear(8, 3)
+
+    def forward(self, x):
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        if not self.first:  # positions first inside, samples first outside
+            y = x.transpose(0, 1)
+            return self.last(self.attention(y, y, y)[0].mean(0))
+        ways = {
+            "self": lambda: self.attention(x, x, x)[0],
+            "no weights": lambda: self.attention(x, x, x, need_weights=False)[0],
+            "weights": lambda: self.attention(x, x, x, average_attn_weights=False)[1].mean(1) @ x,
+            "cross": lambda: self.attention(x, x * 2, x * 2)[0],
+            "three": lambda: self.attention(x, x * 2, x * 3)[0],
+            "causal": lambda: self.attention(x, x, x, attn_mask=causal, is_causal=True)[0],
+            "additive": lambda: self.attention(x, x, x, attn_mask=causal * -1e4, need_weights=False)[0],
+            "padding": lambda: self.attention(x, x, x, key_padding_mask=x[:, :, 0] > 0.8)[0],
+            "by name": lambda: self.attention(query=x, key=x, value=x)[0],
+        }
+        return self.last(ways[self.way]().mean(1))
+
+
+@pytest.mark.parametrize(
+    "way", ["self", "no weights", "weights", "cross", "three", "causal", "additive", "padding", "by name"]
+)
+def test_attention_in_every_use_of_it(way):
+    torch.manual_seed(1)
+    model, x, y = Attends(way).double(), torch.randn(4, 5, 8).double(), torch.randint(0, 3, (4,))
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=False)
+    assert engine.name == "hooks"
+    right = Engine(model, F.cross_entropy, (x, y), name="loop", compiled=False)
+    for clip in (Clip(1e6), Clip(0.1, 4)):
+        mine, wanted = (sums(run, model, x, y, clip).total for run in (engine, right))
+        torch.testing.assert_close(mine, wanted, rtol=1e-8, atol=1e-12)
+
+
+def test_attention_with_positions_first():
+    torch.manual_seed(1)
+    model, x, y = Attends("self", first=False).double(), torch.randn(4, 5, 8).double(), torch.randint(0, 3, (4,))
+    assert Engine(model, F.cross_entropy, (x, y), compiled=False).name == "hooks"
