@@ -14,15 +14,19 @@ from torch import nn
 
 from modelmix.training import kernels
 from modelmix.training.clipping import Clip
-from modelmix.training.engines import hooks, sum_of_chunk
+from modelmix.training.engines import Engine, hooks, sum_of_chunk
 from modelmix.training.engines.layers import RULES
-from modelmix.training.gradients import Dense
+from modelmix.training.gradients import Dense, Windows
+from modelmix.training.kernels import choice
 from modelmix.training.parameters import FlatParameters
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # The interpreter takes the bits of bfloat16 for whole numbers in matrix products.
 HALF = (torch.float16,) if torch.get_default_device().type == "cpu" else (torch.float16, torch.bfloat16)
+
+
+GEOMETRY = kernels.Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1, 1)
 
 
 def wide(value: float) -> torch.Tensor:
@@ -61,12 +65,24 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
     g = torch.randn_like(layer(x.float())).to(dtype)
     if layout == "channels last":
         x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
-    given_ = (list(t) for t in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
-    found = kernels.conv_weight(x, g, *given_, layer.groups, copies).permute(0, 1, 4, 2, 3)
+    geometry = kernels.Geometry(
+        layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, copies
+    ).numbers()
+    found = kernels.conv_weight(x, g, geometry).permute(0, 1, 4, 2, 3)
     wanted = RULES[nn.Conv2d](layer, {}, x.double(), g.double(), copies)["weight"].dense()
     assert found.dtype == torch.float32
     assert found.shape == wanted.shape
     assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+    # And without ever being written down, to be measured and to be summed.
+    scale, norm = torch.rand(m, dtype=torch.float64), 1 + seed % 2
+    first = kernels.conv_powers(x, g, geometry, norm)
+    torch.testing.assert_close(first, Dense(wanted).powers(norm), rtol=1e-5, atol=1e-12)
+    for bound in (None, wide(0.3)):
+        total, cut, again = kernels.conv_clipped_sum(x, g, geometry, scale, bound, norm)
+        assert torch.equal(first, again)
+        right, right_cut = Dense(found).clipped_sum(scale, bound)
+        assert (total.permute(0, 3, 1, 2) - right).norm() <= 1e-5 * right.norm() + 1e-12
+        assert right_cut is None or (cut - right_cut).abs().max() <= 1
 
 
 @given(st.integers(1, 70), st.integers(1, 600), st.sampled_from([None, 0.01, 0.3]), st.sampled_from([1, 2]))
@@ -107,9 +123,10 @@ def test_group_norm_forward_and_backward(channels, groups, size, layout, far):
         assert (mine.double() - right).norm() <= rounding * right.norm()
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Our kernels for tensors of any device, so that whole networks go through them."""
+@pytest.fixture(params=[False, True], ids=["written down", "in registers"])
+def everywhere(request, monkeypatch):
+    """Our kernels for tensors of any device, so that whole networks go through them, by either way of convolutions."""
+    monkeypatch.setattr(choice, "in_registers", lambda *_: request.param)
     if torch.get_default_device().type == "cpu":
         monkeypatch.setattr(kernels, "has_kernels", lambda x: x.dtype in kernels._KERNEL_TYPES)
         monkeypatch.setattr(hooks, "has_group_norm_kernel", lambda module: True)
@@ -163,3 +180,41 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
     assert max(norms) <= clip.c
     assert max(tops) <= clip.coordinate_bound
     assert p > 1 or min(norms) >= clip.c * (1 - 1e-5)  # and not by more than it must
+
+
+def test_a_sum_of_other_numbers_than_were_measured_is_no_sum(everywhere, monkeypatch):
+    torch.manual_seed(0)
+    g = Windows(torch.randn(3, 2, 4, 4), torch.randn(3, 5, 4, 4), GEOMETRY)
+    one, clip = torch.ones(3, dtype=torch.float64), Clip(0.1)
+    limits = clip.limits_on(one.device)
+    assert bool(torch.isfinite(clip.at_once([g], one, *limits)[0]).all())
+    genuine = kernels.conv_powers
+    monkeypatch.setattr(kernels, "conv_powers", lambda *a: genuine(*a) * (1 - 1e-6))
+    g = Windows(g.seen, g.back, GEOMETRY)
+    assert bool(torch.isnan(clip.at_once([g], one, *limits)[0]).all())
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(4, 6, 3, padding=1, groups=2), nn.Conv1d(4, 3, 2, stride=2, dilation=2)])
+def test_one_dimension(everywhere, layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(3))
+    x, y, one = torch.randn(3, 4, 9), torch.randint(0, 3, (3,)), torch.ones(3, dtype=torch.float64)
+    with torch.no_grad():
+        model(x)
+    flat, clip = FlatParameters(model), Clip(0.3, 4)
+    case = (F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
+    ours, right = (sum_of_chunk(name, model, *case) for name in ("hooks", "universal"))
+    torch.testing.assert_close(ours.total, right.total, rtol=1e-4, atol=1e-6)
+
+
+def test_kernels_that_are_wrong_on_a_machine_are_not_used(everywhere, monkeypatch):
+    model = nn.Sequential(network()[:3], nn.Dropout(0.3), nn.Flatten(), nn.Linear(8 * 36, 10))
+    x, y = torch.randn(4, 3, 6, 6), torch.randint(0, 10, (4,))
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=False)
+    engine._check_kernels((x, y))
+    assert engine.name == "hooks"
+    genuine = kernels.group_norm_backward
+    monkeypatch.setattr(kernels, "group_norm_backward", lambda *a: tuple(1.1 * t for t in genuine(*a)))
+    with pytest.warns(UserWarning, match="not right on this machine"):
+        engine._check_kernels((x, y))
+    assert engine.name == "universal"

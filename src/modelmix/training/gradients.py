@@ -8,13 +8,14 @@ answers are float64: what is measured and what is summed are the same numbers, w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from modelmix.training import kernels
 
+_SLACK = 2.0**-22  # a fraction of the margin that clipping keeps
 _CACHE = 2 * 2**20  # bytes that a processor core works on at once
 
 
@@ -238,3 +239,58 @@ class Rows(Gradients):
 
     def times(self, factor: float) -> Rows:
         return Rows(self.values * factor, self.index, self.height)
+
+
+@dataclass(frozen=True)
+class Windows(Gradients):
+    """The weight of a convolution: what went in and what came back, from which gradients are computed when needed.
+
+    They are computed twice, to be measured and to be summed. The sum becomes NaN, which no step takes, if the second
+    time they are not the numbers that were measured.
+
+    Args:
+        seen, back: images and the gradient of the loss with respect to the layer's output, m * copies rows.
+        geometry: of the convolution.
+        line: whether it has one dimension, in which case images have one line.
+    """
+
+    seen: Tensor
+    back: Tensor
+    geometry: kernels.Geometry
+    line: bool = False
+    measured: dict[int, Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def samples(self) -> int:
+        return self.seen.shape[0] // self.geometry.copies
+
+    @property
+    def device(self) -> torch.device:
+        return self.seen.device
+
+    def _shaped(self, weight: Tensor) -> Tensor:
+        """... x out x kernel x in -> ... x out x in x kernel, as the parameter is shaped."""
+        weight = weight.movedim(-1, -3)
+        return weight.squeeze(-2) if self.line else weight
+
+    def dense(self) -> Tensor:
+        found: Tensor = kernels.conv_weight(self.seen, self.back, self.geometry.numbers())
+        return self._shaped(found)
+
+    def powers(self, norm: int) -> Tensor:
+        self.measured[norm] = kernels.conv_powers(self.seen, self.back, self.geometry.numbers(), norm)
+        return self.measured[norm]
+
+    def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+        if isinstance(bound, float):
+            bound = torch.full_like(scale[0], bound)
+        (norm, first), *_ = self.measured.items()
+        total, cut, again = kernels.conv_clipped_sum(self.seen, self.back, self.geometry.numbers(), scale, bound, norm)
+        same = ((again <= first * (1 + _SLACK)) | (scale == 0)).all()
+        return self._shaped(torch.where(same, total, torch.nan)), None if bound is None else cut
+
+    def settled(self) -> Windows:
+        return self  # kernels read from memory
+
+    def times(self, factor: float) -> Dense:
+        return Dense(self.dense() * factor)

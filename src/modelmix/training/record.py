@@ -39,12 +39,18 @@ class Record:
     """
 
     def __init__(
-        self, path: str | Path, settings: Mapping[str, Any], seed: int | None, fingerprint: Fingerprint
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        seed: int | None,
+        fingerprint: Fingerprint,
+        spent: int = 0,
     ) -> None:
         self.folder = RunFolder(path)
         self._settings = json.loads(json.dumps(settings))
         self._seed = seed
         self._fingerprint = fingerprint
+        self._spent = spent  # ledger lines before the first step
         self._salt = os.urandom(_SALT_BYTES)
         self._digest: str | None = None
         self._published: list[dict[str, Any]] = []
@@ -113,7 +119,7 @@ class Record:
     def _last_state(self) -> tuple[dict[str, Tensor], dict[str, Any], Ledger] | None:
         folder, path = self.folder, self.folder.path
         if not folder.has("checkpoint.npz"):
-            if folder.has("metrics.json") or (folder.has("ledger.json") and folder.load_ledger().steps):
+            if folder.has("metrics.json") or (folder.has("ledger.json") and folder.load_ledger().steps > self._spent):
                 raise ModelMixError(f"{path} was under way and has no checkpoint: restore checkpoint.npz.")
             return None
         arrays, meta = folder.load_checkpoint()
@@ -132,7 +138,7 @@ class Record:
                 "Resume with the same data and the same frozen weights, or begin a new run.",
             )
         ledger = folder.load_ledger()
-        if ledger.steps < step:
+        if ledger.steps < self._spent + step:
             raise ModelMixError(f"the ledger of {path} is shorter than its checkpoint: restore ledger.json.")
         return arrays, meta, ledger
 

@@ -57,6 +57,8 @@ class Trainer:
             in order.
         clip: c, the bound on the norm of a sample's gradient (l2; l1 for Laplace noise).
         lr: eta, a number or a ``Schedule``. The mixing threshold follows it: tau = omega * c * eta / (q*n).
+        spent: what was released about the same samples before, private statistics for instance: a ledger whose phases
+            come first in this run's. The caller answers for it being all there is.
         tau: a number or a ``Schedule`` in place of the mechanism's mixing width; every step's own omega is accounted.
         rule: "mix", "alternate", "average", "plain" or "released"; None takes "mix" if the mechanism mixes and "plain"
             if not. See ``rules.Rule``, also for padding, momentum, weight_decay and ema.
@@ -81,6 +83,7 @@ class Trainer:
         clip: float,
         lr: float | Schedule,
         *,
+        spent: Ledger | None = None,
         tau: float | Schedule | None = None,
         rule: str | None = None,
         padding: str = "exact",
@@ -141,7 +144,9 @@ class Trainer:
         start = self._flat.read()
         other = start if previous is None else self._flat.read_from(previous)
         self._state = State(start, other, torch.zeros_like(start), start.clone() if ema is not None else None)
-        self._ledger = Ledger(unproved=self._rule.unproved)
+        self._spent = Ledger() if spent is None else spent
+        self._spent.require_proof()
+        self._ledger = Ledger(self._spent.phases, self._rule.unproved)
         self._randomness = Randomness(seed)
         self._diagnostics = Diagnostics(Clip.of(first, self._clip), self._flat.size)
         self._metrics: list[dict[str, Any]] = []
@@ -150,7 +155,7 @@ class Trainer:
         self._written = self._flat.versions()
         self._record: Record | None = None
         if folder is not None:
-            self._record = Record(folder, self._settings(), seed, self._fingerprint)
+            self._record = Record(folder, self._settings(), seed, self._fingerprint, self._spent.steps)
             if resume and self._record.folder.holds_a_run:
                 self._restore(self._record.resume())
             else:
@@ -347,10 +352,11 @@ class Trainer:
 
     def _account(self, step: int, mechanism: Mechanism) -> None:
         """The ledger line of a step, before its state exists."""
-        if step <= self._ledger.steps:
+        line = self._spent.steps + step
+        if line <= self._ledger.steps:
             # Written before the process stopped, for a state that was never kept. The same randomness and data give
             # the same state again, so nothing more is spent.
-            if self._ledger.mechanism_at(step) != mechanism:
+            if self._ledger.mechanism_at(line) != mechanism:
                 raise UnprovedError(
                     "a step runs the mechanism that its ledger line names",
                     f"step {step} was accounted with another mechanism.",
@@ -463,6 +469,7 @@ class Trainer:
             "loss": getattr(self._loss, "__name__", type(self._loss).__name__),
             "delta": self._delta,
             "mechanism": plan,
+            **({"spent": [phase.as_dict() for phase in self._spent.phases]} if self._spent.phases else {}),
             "samples": self._source.n,
             "parameters": self._flat.shapes,
         }
@@ -494,8 +501,15 @@ class Trainer:
         names = {"last", "previous", "velocity", *(["average"] if self._rule.ema is not None else [])}
         if set(vectors) != names or any(t.shape != (self._flat.size,) for t in vectors.values()):
             raise ModelMixError("the checkpoint is not of this model and rule: choose another folder.")
-        ran = chain.from_iterable(repeat(phase.mechanism, phase.steps) for phase in ledger.phases)
-        if ledger.unproved != self._rule.unproved or any(m != self.mechanism_at(k) for k, m in enumerate(ran, 1)):
+        before, ran = _mechanisms(self._spent), _mechanisms(ledger)
+        same = all(
+            mine == theirs for mine, theirs in zip(before, ran, strict=False)
+        )  # takes as many lines as were spent
+        if (
+            not same
+            or ledger.unproved != self._rule.unproved
+            or any(m != self.mechanism_at(k) for k, m in enumerate(ran, 1))
+        ):
             raise ModelMixError("the ledger is not of this run: restore ledger.json.")
         self._ledger = ledger
         try:
@@ -561,3 +575,8 @@ class Trainer:
             return "epsilon: not proved"
         note = ", seeded" if self._randomness.seeded else ""
         return f"epsilon {up(self.epsilon(), 3)} at delta {self._delta:g}{note}"
+
+
+def _mechanisms(ledger: Ledger) -> Iterator[Mechanism]:
+    """One for every step."""
+    return chain.from_iterable(repeat(phase.mechanism, phase.steps) for phase in ledger.phases)

@@ -62,6 +62,10 @@ class Compiled:
             found = gradients_of_chunk(engine, model, loss, parameters, inputs, targets, copies)
             return clip.at_once(found, weights, c, bound)
 
+        # First as it is, on some samples: what is decided by measuring is decided then, for a trace cannot measure.
+        few = slice(_CHECKED * copies)
+        x, y = tree_map(lambda t: t[few], (inputs, targets))
+        plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
         self._parameters: Stamps = []
         case = (parameters, inputs, targets, weights, *clip.limits_on(device))
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -81,12 +85,9 @@ class Compiled:
             said = " ".join(str(problem).split())
             raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
         if not self._draws:
-            few = slice(_CHECKED * copies)
             some = weights.clone()
             some[_CHECKED:] = 0
-            x, y = tree_map(lambda t: t[few], (inputs, targets))
-            plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
-            _require_equal(self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED]))
+            require_equal(self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED]))
         if device.type == "cuda" and not self._draws:  # a replay would repeat its draws
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
@@ -131,8 +132,8 @@ class Compiled:
         return out
 
 
-def _require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> None:
-    """What a compiler did to a model is trusted after it has shown the same sum as the model itself.
+def require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> None:
+    """What a compiler or a kernel does to a model is trusted after it has shown the same sum as the model itself.
 
     Args:
         exact: the sum in the precision of the given parameters. In less precision a sum can be far from it, and two
@@ -144,7 +145,7 @@ def _require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> No
         allowed = 2 * (there - right).norm() + _TOLERANCE * right.norm()
         off = (here - right).norm()
         if not bool(off <= allowed):
-            raise UnfitError(f"compiled, it is off by {float(off):.2g} where {float(allowed):.2g} would be rounding")
+            raise UnfitError(f"the sum is off by {float(off):.2g} where {float(allowed):.2g} would be rounding")
 
 
 def same_tensors(a: Stamps, b: Stamps) -> bool:

@@ -14,7 +14,7 @@ from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.engines.choice import choose, quiet
 from modelmix.training.engines.chunk import Loss, check_rows, known, rows, sum_of_chunk
-from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, same_tensors
+from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, require_equal, same_tensors
 from modelmix.training.engines.layers import rule_for
 from modelmix.training.parameters import FlatParameters
 
@@ -62,9 +62,8 @@ class Engine:
         self._dtype = None if precision is None else PRECISIONS[precision]
         self._model = model if self._dtype is None else _twin(model, self._dtype)
         device = next(model.parameters()).device
-        if device.type == "cuda" and self.name == "hooks" and not _kernels_agree(model, loss, probe):
-            self.name = "universal"
-            warnings.warn("our kernels disagree with torch on this machine: please report it.", stacklevel=2)
+        if device.type == "cuda" and self.name == "hooks":
+            self._check_kernels(probe)
         self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
         self._compiled: dict[Any, Compiled] = {}
         self._last: tuple[Stamps, dict[str, Tensor]] | None = None
@@ -87,7 +86,7 @@ class Engine:
 
         def reference(rows: slice, weights: Tensor) -> ClippedSum:
             x, y = tree_map(lambda t: t[rows], (given[1], targets))
-            return sum_of_chunk(self.name, self._original, self._loss, given[0], x, y, weights, clip, copies)
+            return sum_of_chunk("universal", self._original, self._loss, given[0], x, y, weights, clip, copies)
 
         if self._compile and weights.shape[0]:
             modes = tuple(module.training for module in self._model.modules())
@@ -101,6 +100,27 @@ class Engine:
                 self._compile = False
                 warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=2)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
+
+    def _check_kernels(self, probe: tuple[Any, Any]) -> None:
+        """The last check on an accelerator, at the precision of the run, where layers are ours, against torch's own.
+
+        The comparison by which an engine is chosen runs in float64, for which there are no kernels.
+        """
+        flat, device = FlatParameters(self._original), next(self._original.parameters()).device
+        x, y = tree_map(lambda t: t[:_PROBE].to(device), probe)
+        one, full = torch.ones(rows(x), dtype=torch.float64, device=device), flat.views(flat.read())
+        here = (full, x) if self._dtype is None else tree_map(self._cast, (full, x))
+        twins = [copy.deepcopy(model) for model in (self._model, self._original)]
+        for twin in twins:
+            quiet(twin)
+        loss = self._loss if self._dtype is None else _in_full(self._loss)
+        case = (twins[0], loss, *here, y, one, Clip(1.0))
+        exact = sum_of_chunk("universal", twins[1], self._loss, full, x, y, one, Clip(1.0))
+        try:
+            require_equal(sum_of_chunk("hooks", *case), sum_of_chunk("universal", *case), exact)
+        except UnfitError as reason:
+            self.name = "universal"
+            warnings.warn(f"our kernels are not right on this machine, please report it: {reason}", stacklevel=3)
 
     def _at_precision(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cast once for all the chunks of a step."""
@@ -119,21 +139,6 @@ def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         return copy.deepcopy(model).to(dtype)
     except Exception as error:
         raise ModelMixError("another precision needs a model that can be copied: leave precision out.") from error
-
-
-def _kernels_agree(model: nn.Module, loss: Loss, probe: tuple[Any, Any]) -> bool:
-    """The last check on an accelerator: in the model's own precision, where the layers are ours, against torch's.
-
-    The comparison by which an engine is chosen runs in float64, for which there are no kernels.
-    """
-    flat = FlatParameters(model)
-    quiet(twin := copy.deepcopy(model))
-    x, y = tree_map(lambda t: t[:_PROBE].to(next(model.parameters()).device), probe)
-    one = torch.ones(rows(x), dtype=torch.float64, device=next(model.parameters()).device)
-    case = (twin, loss, flat.views(flat.read()), x, y, one, Clip(1.0))
-    ours, theirs = (sum_of_chunk(name, *case) for name in ("hooks", "universal"))
-    near = (ours.total - theirs.total).norm() <= 0.1 * theirs.total.norm() + 1e-6
-    return bool(near & ((ours.norms - theirs.norms).norm() <= 0.1 * theirs.norms.norm() + 1e-9))
 
 
 def _in_full(loss: Loss) -> Loss:

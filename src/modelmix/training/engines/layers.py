@@ -8,7 +8,7 @@ trained parameter of the layer the gradient of each sample, summed over its rows
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -18,7 +18,8 @@ from torch.func import functional_call, vjp, vmap
 from modelmix.errors import ModelMixError
 from modelmix.training import kernels
 from modelmix.training.engines.universal import any_speed
-from modelmix.training.gradients import Dense, Gradients, Outer, Rows
+from modelmix.training.gradients import Dense, Gradients, Outer, Rows, Windows
+from modelmix.training.kernels import choice
 
 Values = dict[str, Tensor]
 Rule = Callable[[nn.Module, Values, Tensor, Tensor, int], dict[str, Gradients]]
@@ -63,25 +64,19 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
     if isinstance(layer, nn.Conv1d):  # an image of one line
         x, g = x[:, :, None], g[:, :, None]
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), [0, *padding], (1, *dilation)
-    weight = _conv_weight(x, g, kernel, stride, padding, dilation, layer.groups, copies)
-    bias = _wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3))
-    return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": Dense(bias)}
-
-
-def _conv_weight(
-    x: Tensor,
-    g: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    copies: int,
-) -> Tensor:
+    bias = Dense(_wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
+    geometry = kernels.Geometry.of([*kernel, *stride, *padding, *dilation, layer.groups, copies])
     if kernels.has_kernels(x):
-        lists = [list(kernel), list(stride), list(padding), list(dilation)]
-        found: Tensor = kernels.conv_weight(x, g.to(x.dtype), *lists, groups, copies)
-        return found.permute(0, 1, 4, 2, 3)
+        found = Windows(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
+        written = not choice.in_registers(x, found.back, geometry)
+        return {"weight": Dense(found.dense()) if written else found, "bias": bias}
+    weight = _conv_weight(x, g, geometry)
+    return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": bias}
+
+
+def _conv_weight(x: Tensor, g: Tensor, geometry: kernels.Geometry) -> Tensor:
+    """Where there are no kernels: windows of the image and matrix products."""
+    kernel, stride, padding, dilation, groups, copies = geometry
     x, g = _wide(x), _wide(g)
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     m, positions = x.shape[0] // copies, g.shape[2] * g.shape[3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,39 +30,72 @@ def has_group_norm(x: Tensor, channels: int, groups: int) -> bool:
     return has_kernels(x) and x.dim() == 4 and powers_of_two and channels <= _MOST_CHANNELS and x[0].numel() > 0
 
 
+class Geometry(NamedTuple):
+    """How a convolution moves over its image; ``copies`` rows that follow each other are one sample."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    copies: int
+
+    def numbers(self) -> list[int]:
+        return [*self.kernel, *self.stride, *self.padding, *self.dilation, self.groups, self.copies]
+
+    @classmethod
+    def of(cls, numbers: list[int]) -> Geometry:
+        a, b, c, d, e, f, g, h, groups, copies = numbers
+        return cls((a, b), (c, d), (e, f), (g, h), groups, copies)
+
+
 # The kernels are imported where they are called: triton is slow to load and not everywhere.
 
 
 @torch.library.custom_op("modelmix::conv_weight", mutates_args=())
-def conv_weight(
-    x: Tensor,
-    g: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    copies: int,
-) -> Tensor:
+def conv_weight(x: Tensor, g: Tensor, geometry: list[int]) -> Tensor:
     """The weight gradient of every sample of a convolution: m x out x kernel x (in / groups), in float32."""
     from modelmix.training.kernels import convolution
 
-    return convolution.conv_weight(x, g, kernel, stride, padding, dilation, groups, copies)
+    return convolution.conv_weight(x, g, Geometry.of(geometry))
 
 
 @conv_weight.register_fake
+def _(x: Tensor, g: Tensor, geometry: list[int]) -> Tensor:
+    return x.new_empty(x.shape[0] // geometry[-1], *_weight_shape(x, g, geometry), dtype=torch.float32)
+
+
+def _weight_shape(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[int, ...]:
+    return (g.shape[1], *geometry[:2], x.shape[1] // geometry[-2])
+
+
+@torch.library.custom_op("modelmix::conv_powers", mutates_args=())
+def conv_powers(x: Tensor, g: Tensor, geometry: list[int], norm: int) -> Tensor:
+    from modelmix.training.kernels import convolution
+
+    return convolution.conv_powers(x, g, Geometry.of(geometry), norm)
+
+
+@conv_powers.register_fake
+def _(x: Tensor, g: Tensor, geometry: list[int], norm: int) -> Tensor:
+    return x.new_empty(x.shape[0] // geometry[-1], dtype=torch.float64)
+
+
+@torch.library.custom_op("modelmix::conv_clipped_sum", mutates_args=())
+def conv_clipped_sum(
+    x: Tensor, g: Tensor, geometry: list[int], scale: Tensor, bound: Tensor | None, norm: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from modelmix.training.kernels import convolution
+
+    return convolution.conv_clipped_sum(x, g, Geometry.of(geometry), scale, bound, norm)
+
+
+@conv_clipped_sum.register_fake
 def _(
-    x: Tensor,
-    g: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    copies: int,
-) -> Tensor:
-    shape = (x.shape[0] // copies, g.shape[1], *kernel, x.shape[1] // groups)
-    return x.new_empty(shape, dtype=torch.float32)
+    x: Tensor, g: Tensor, geometry: list[int], scale: Tensor, bound: Tensor | None, norm: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = scale.new_empty(_weight_shape(x, g, geometry))
+    return total, torch.empty_like(scale, dtype=torch.int64), torch.empty_like(scale)
 
 
 @torch.library.custom_op("modelmix::settled", mutates_args=())

@@ -1,20 +1,113 @@
-"""Triton: the weight gradient of every sample of a convolution, in one launch.
+"""Triton: the weight gradient of every sample of a convolution.
 
 For sample n and output channel o, the gradient is a sum over positions q of g[n, o, q] * x[n, i, q * stride + tap]: a
-small matrix product for every sample. One program computes one tile of it, with the windows read from the image as
-they are needed, so that nothing but the result is written. Sums are kept in float32.
+small matrix product for every sample. A program computes one tile of it, with the windows read from the image as they
+are needed; sums over positions are kept in float32.
+
+``conv_weight`` writes the tiles down. ``conv_powers`` and ``conv_clipped_sum`` never do: the first measures them, the
+second computes them anew, scales, truncates and adds them up in registers, in float64. Where a layer has few positions
+and many weights that is far less work for the memory. The sum holds to the clip only if both see the same numbers, so
+the second measures again, and whoever calls both compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from modelmix.training.kernels import Geometry
 from modelmix.training.kernels.sizes import next_power_of_two
+
+
+@triton.jit
+def _place(
+    x,
+    g,
+    tile,
+    n,
+    xn,
+    xc,
+    gn,
+    gc,
+    CI: tl.constexpr,
+    CIP: tl.constexpr,
+    CO: tl.constexpr,
+    TAPS: tl.constexpr,
+    COPIES: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Where a sample begins, and the group, output channels, taps and input channels of a tile."""
+    j_blocks = tl.cdiv(TAPS * CIP, BLOCK_J)
+    o_blocks = tl.cdiv(CO, BLOCK_O)
+    group = tile // (j_blocks * o_blocks)
+    o = (tile // j_blocks) % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    j = tile % j_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
+    x += n * COPIES * xn + group * CI * xc
+    g += n * COPIES * gn + group * CO * gc
+    return x, g, group, o, j // CIP, j % CIP
+
+
+@triton.jit
+def _sums(
+    x,
+    g,
+    o,
+    tap,
+    i,
+    xn,
+    xc,
+    xh,
+    xw,
+    gn,
+    gc,
+    gh,
+    gw,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    CI: tl.constexpr,
+    CO: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """One tile of one sample's gradient."""
+    kh = tap // KW
+    kw = tap % KW
+    right_j = (tap < KH * KW) & (i < CI)
+    right_o = o < CO
+    sums = tl.zeros((BLOCK_O, BLOCK_J), dtype=tl.float32)
+    for start in range(0, COPIES * OH * OW, BLOCK_Q):
+        q = start + tl.arange(0, BLOCK_Q)
+        copy = q // (OH * OW)
+        oh = q % (OH * OW) // OW
+        ow = q % OW
+        right_q = q < COPIES * OH * OW
+        here = g + (copy * gn + oh * gh + ow * gw)[:, None] + (o * gc)[None, :]
+        back = tl.load(here, mask=right_q[:, None] & right_o[None, :], other=0.0)
+        h = (oh * SH - PH)[:, None] + (kh * DH)[None, :]
+        w = (ow * SW - PW)[:, None] + (kw * DW)[None, :]
+        there = x + (copy * xn)[:, None] + h * xh + w * xw + (i * xc)[None, :]
+        inside = (h >= 0) & (h < H) & (w >= 0) & (w < W)
+        seen = tl.load(there, mask=inside & right_q[:, None] & right_j[None, :], other=0.0)
+        sums = tl.dot(tl.trans(back), seen, sums, input_precision=PRECISION)
+    return sums
 
 
 @triton.jit
@@ -53,98 +146,205 @@ def _conv_weight(
     BLOCK_Q: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    j_blocks = tl.cdiv(KH * KW * CIP, BLOCK_J)
-    o_blocks = tl.cdiv(CO, BLOCK_O)
-    tile = tl.program_id(1)
-    group = tile // (j_blocks * o_blocks)
-    o = (tile // j_blocks) % o_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
-    j = tile % j_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
-    tap = j // CIP
-    i = j % CIP
-    kh = tap // KW
-    kw = tap % KW
-    right_j = (tap < KH * KW) & (i < CI)
-    right_o = o < CO
-    x += n * COPIES * xn + group * CI * xc
-    g += n * COPIES * gn + group * CO * gc
-    sums = tl.zeros((BLOCK_O, BLOCK_J), dtype=tl.float32)
-    for start in range(0, COPIES * OH * OW, BLOCK_Q):
-        q = start + tl.arange(0, BLOCK_Q)
-        copy = q // (OH * OW)
-        oh = q % (OH * OW) // OW
-        ow = q % OW
-        right_q = q < COPIES * OH * OW
-        here = g + (copy * gn + oh * gh + ow * gw)[:, None] + (o * gc)[None, :]
-        back = tl.load(here, mask=right_q[:, None] & right_o[None, :], other=0.0)
-        h = (oh * SH - PH)[:, None] + (kh * DH)[None, :]
-        w = (ow * SW - PW)[:, None] + (kw * DW)[None, :]
-        there = x + (copy * xn)[:, None] + h * xh + w * xw + (i * xc)[None, :]
-        inside = (h >= 0) & (h < H) & (w >= 0) & (w < W)
-        seen = tl.load(there, mask=inside & right_q[:, None] & right_j[None, :], other=0.0)
-        sums = tl.dot(tl.trans(back), seen, sums, input_precision=PRECISION)
+    x, g, group, o, tap, i = _place(
+        x, g, tl.program_id(1), n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J
+    )
+    sums = _sums(
+        x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H, W, OH, OW, CI, CO,
+        KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
+    )  # fmt: skip
     row = out + ((n * GROUPS + group) * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
-    tl.store(row, sums.to(out.dtype.element_ty), mask=right_o[:, None] & right_j[None, :])
+    tl.store(row, sums, mask=(o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :])
 
 
-def _blocks(inside: int, outside: int, taps: int, positions: int) -> tuple[int, int, int, int, int]:
-    """(padded channels, BLOCK_O, BLOCK_J, BLOCK_Q, warps)"""
+@triton.jit
+def _conv_powers(
+    x,
+    g,
+    out,
+    xn,
+    xc,
+    xh,
+    xw,
+    gn,
+    gc,
+    gh,
+    gw,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    CI: tl.constexpr,
+    CIP: tl.constexpr,
+    CO: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    x, g, _, o, tap, i = _place(x, g, tile, n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J)
+    value = _sums(
+        x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H, W, OH, OW, CI, CO,
+        KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
+    ).to(tl.float64)  # fmt: skip
+    power = tl.sum(value * value if NORM == 2 else tl.abs(value), 1)
+    tl.store(out + (n * tl.num_programs(1) + tile) * BLOCK_O + tl.arange(0, BLOCK_O), power)
+
+
+@triton.jit
+def _conv_clipped_sum(
+    x,
+    g,
+    scale,
+    bounds,
+    out,
+    cut,
+    powers,
+    samples,
+    xn,
+    xc,
+    xh,
+    xw,
+    gn,
+    gc,
+    gh,
+    gw,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    CI: tl.constexpr,
+    CIP: tl.constexpr,
+    CO: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    NORM: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BLOCK_O, BLOCK_J), dtype=tl.float64)
+    if TRUNCATE:
+        bound = tl.load(bounds)
+    first_x, first_g, group, o, tap, i = _place(
+        x, g, tile, part * PART, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J
+    )
+    lane = tl.arange(0, BLOCK_O)
+    for s in range(PART):
+        n = part * PART + s
+        # Beyond the last sample the last one is read again and scaled by 0.
+        back = tl.where(n < samples, s, samples - 1 - part * PART)
+        factor = tl.load(scale + n, mask=n < samples, other=0.0)
+        value = _sums(
+            first_x + back * COPIES * xn, first_g + back * COPIES * gn, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw,
+            H, W, OH, OW, CI, CO, KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
+        ).to(tl.float64)  # fmt: skip
+        place = (n * tl.num_programs(0) + tile) * BLOCK_O + lane
+        power = tl.sum(value * value if NORM == 2 else tl.abs(value), 1)
+        tl.store(powers + place, power, mask=(lane < BLOCK_O) & (n < samples))
+        value = tl.where(factor > 0, value * factor, 0.0)
+        if TRUNCATE:
+            count = tl.sum((tl.abs(value) > bound).to(tl.int32), 1)
+            tl.store(cut + place, count, mask=(lane < BLOCK_O) & (n < samples))
+            value = tl.minimum(tl.maximum(value, -bound), bound)
+        total += value
+    row = out + ((part * GROUPS + group) * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
+    tl.store(row, total, mask=(o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :])
+
+
+class _Launch(NamedTuple):
+    """The size of a grid and what every kernel here is told."""
+
+    m: int
+    tiles: int
+    block_o: int
+    arguments: tuple[object, ...]
+
+
+def _launch(x: Tensor, g: Tensor, geometry: Geometry, widest: int) -> _Launch:
+    _, channels, height, width = x.shape
+    kernel, stride, padding, dilation, groups, copies = geometry
+    inside, outside, taps = channels // groups, g.shape[1] // groups, kernel[0] * kernel[1]
     padded = next_power_of_two(inside) if inside < 16 else -(-inside // 16) * 16
     block_o = min(64, max(16, next_power_of_two(outside)))
-    block_j = min(256 if block_o <= 16 else 128, max(16, next_power_of_two(taps * padded)))
-    block_q = min(64, max(16, next_power_of_two(positions)))
-    return padded, block_o, block_j, block_q, 4
+    block_j = min(widest if block_o > 16 else 256, max(16, next_power_of_two(taps * padded)))
+    block_q = min(64, max(16, next_power_of_two(copies * g.shape[2] * g.shape[3])))
+    precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
+    tiles = groups * triton.cdiv(outside, block_o) * triton.cdiv(taps * padded, block_j)
+    sizes = (height, width, g.shape[2], g.shape[3], inside, padded, outside)
+    moves = (*kernel, *stride, *padding, *dilation, groups, copies, precision, block_o, block_j, block_q)
+    return _Launch(x.shape[0] // copies, tiles, block_o, (*x.stride(), *g.stride(), *sizes, *moves))
 
 
-def conv_weight(
-    x: Tensor,
-    g: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    copies: int,
-    config: tuple[int, int, int, int] | None = None,
-) -> Tensor:
+def conv_weight(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """m x out x kernel x (in / groups), in float32.
 
     Args:
         x: m * copies images, channels second; g: the gradient of the loss with respect to the layer's output.
     """
-    rows, channels, height, width = x.shape
-    m, outside, inside, taps = rows // copies, g.shape[1], channels // groups, kernel[0] * kernel[1]
-    out = torch.empty(m, outside, *kernel, inside, dtype=torch.float32, device=x.device)
-    if not out.numel():
-        return out
-    padded, block_o, block_j, block_q, warps = _blocks(
-        inside, outside // groups, taps, copies * g.shape[2] * g.shape[3]
-    )
-    if config is not None:
-        block_o, block_j, block_q, warps = config
-    tiles = groups * triton.cdiv(outside // groups, block_o) * triton.cdiv(taps * padded, block_j)
-    _conv_weight[(m, tiles)](
-        x,
-        g,
-        out,
-        *x.stride(),
-        *g.stride(),
-        height,
-        width,
-        g.shape[2],
-        g.shape[3],
-        inside,
-        padded,
-        outside // groups,
-        *kernel,
-        *stride,
-        *padding,
-        *dilation,
-        groups,
-        copies,
-        "tf32x3" if x.dtype == torch.float32 else "ieee",
-        block_o,
-        block_j,
-        block_q,
-        num_warps=warps,
-    )
+    m, tiles, _, arguments = _launch(x, g, geometry, 128)
+    shape = (m, g.shape[1], *geometry.kernel, x.shape[1] // geometry.groups)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if out.numel():
+        _conv_weight[(m, tiles)](x, g, out, *arguments, num_warps=4)
     return out
+
+
+def conv_powers(x: Tensor, g: Tensor, geometry: Geometry, norm: int) -> Tensor:
+    """Of every sample's gradient the sum of |coordinate|^norm, in float64."""
+    m, tiles, block_o, arguments = _launch(x, g, geometry, 64)
+    out = torch.empty(m, tiles * block_o, dtype=torch.float64, device=x.device)
+    _conv_powers[(m, tiles)](x, g, out, *arguments, norm, num_warps=4)
+    return out.sum(1)
+
+
+_PART = 64  # samples that a program adds up, at most
+
+
+def conv_clipped_sum(
+    x: Tensor, g: Tensor, geometry: Geometry, scale: Tensor, bound: Tensor | None, norm: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``clipping.clipped_sum`` of what ``conv_weight`` would write, and what ``conv_powers`` says of it.
+
+    Returns:
+        The sum, out x kernel x (in / groups); coordinates cut of every sample; the power of every sample, measured on
+        what was scaled and added.
+    """
+    m, tiles, block_o, arguments = _launch(x, g, geometry, 64)
+    part = min(_PART, next_power_of_two(m))
+    parts = triton.cdiv(m, part)
+    shape = (parts, g.shape[1], *geometry.kernel, x.shape[1] // geometry.groups)
+    out = torch.empty(shape, dtype=torch.float64, device=x.device)
+    cut = torch.zeros(m, tiles * block_o, dtype=torch.int32, device=x.device)
+    powers = torch.empty(m, tiles * block_o, dtype=torch.float64, device=x.device)
+    bounds = scale if bound is None else bound
+    _conv_clipped_sum[(tiles, parts)](
+        x, g, scale, bounds, out, cut, powers, m, *arguments, norm, bound is not None, part, num_warps=4
+    )
+    return out.sum(0), cut.sum(1), powers.sum(1)
