@@ -1,0 +1,149 @@
+"""Features computed once and kept on disk, as a .npy file that is mapped into memory and never loaded whole.
+
+A file is named after all that its content depends on: a hash of the images, the transform's name, parameters and
+version, and the number format. Features of private images are as private as the images: only their owner may read the
+file, and whoever deletes the images must delete the cache as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelmix.errors import ModelMixError
+
+VARIABLE = "MODELMIX_CACHE"
+"""The environment variable that names the folder of caches."""
+
+FORMATS = ("float16", "float32")
+
+
+class Transform(Protocol):
+    """What can be cached: a function of every image alone, that never changes while its version stays."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def parameters(self) -> dict[str, object]: ...
+
+    def shape(self, images: Tensor) -> tuple[int, ...]: ...
+
+    def batches(self, images: Tensor) -> Iterator[Tensor]: ...
+
+
+def cached(
+    transform: Transform,
+    images: Tensor,
+    *,
+    folder: str | Path | None = None,
+    dtype: Literal["float16", "float32"] = "float32",
+) -> Tensor:
+    """The features of ``images``, from the cache if they are there, else computed and kept.
+
+    The tensor is mapped from the file, copy on write: changing it never changes the file.
+
+    Args:
+        transform: for instance ``Scattering()``.
+        images: uint8 images, in the order in which the features are wanted.
+        folder: where caches are; else the environment's MODELMIX_CACHE, else ~/.cache/modelmix/features.
+        dtype: how features are kept. float16 takes half the disk and rounds them by 5e-4 of themselves or less.
+    """
+    if dtype not in FORMATS:
+        raise ModelMixError(f"dtype = {dtype!r} is not allowed: features are kept as {' or '.join(FORMATS)}.")
+    shape = transform.shape(images)
+    folder = Path(folder or os.environ.get(VARIABLE) or "~/.cache/modelmix/features").expanduser()
+    stem = f"{transform.name}-{_key(transform, images, dtype)}"
+    path = folder / f"{stem}-v{transform.version}.npy"
+    if os.path.exists(path):  # also False where the folder may not be looked into
+        try:
+            return _open(path, shape, dtype)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{path} is not a sound cache ({error}): it is computed anew.", stacklevel=2)
+    elif others := sorted(folder.glob(f"{stem}-v*.npy")):
+        warnings.warn(
+            f"{others[-1]} is of another version of {transform.name}: features are computed anew; delete it at will.",
+            stacklevel=2,
+        )
+    _write(path, shape, dtype, transform.batches(images))
+    return _open(path, shape, dtype)
+
+
+def _key(transform: Transform, images: Tensor, dtype: str) -> str:
+    """A hash of the images and of all parameters; the version is in the file's name, where it can be seen."""
+    content = images.detach().cpu().contiguous().numpy()
+    about = [transform.name, transform.parameters, dtype, str(content.dtype), content.shape]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    digest.update(content.data)
+    return digest.hexdigest()[:32]
+
+
+def _header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """The beginning of a .npy file of this shape and format."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": tuple(shape)}
+    )
+    return file.getvalue()
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Maps a cache; ValueError if it is anything but a whole file of this shape and format.
+
+    The header is compared and not parsed: a damaged one cannot ask for anything.
+    """
+    header = _header(shape, dtype)
+    with path.open("rb") as file:
+        if file.read(len(header)) != header:
+            raise ValueError("its header is damaged or of another array")
+    if path.stat().st_size != len(header) + _size(shape, dtype):
+        raise ValueError("its size is wrong")
+    return torch.from_numpy(np.memmap(path, dtype, "c", offset=len(header), shape=shape))
+
+
+def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Tensor]) -> None:
+    """Writes a .npy file under another name and renames it when it is whole.
+
+    An interrupt or a full disk leaves the old file or none. Plain writes, not a mapped file: a disk that fills up under
+    a mapped file ends the process instead of raising an error.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_header(shape, dtype))
+                for batch in batches:
+                    file.write(batch.cpu().numpy().astype(dtype, order="C").data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(FileNotFoundError):  # interrupted right after it got its name
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ModelMixError(
+            f"cannot write the cache {path}, {_size(shape, dtype) / 1e9:.2g} GB: {error.strerror or error}. Make room, "
+            f"or name another folder with {VARIABLE}."
+        ) from None
