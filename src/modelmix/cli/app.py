@@ -12,6 +12,7 @@ from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
+from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
@@ -49,6 +50,7 @@ _ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reprod
 _COMMANDS = {command.__name__: command for command in _ALL}
 for _command in _COMMANDS.values():
     app.command()(_command)
+app.add_typer(data, name="data")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in _COMMANDS else ""
+        name = arguments[0] if arguments[0] in (*_COMMANDS, "data") else ""
         _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 

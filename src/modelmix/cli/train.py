@@ -48,7 +48,10 @@ def train(
     momentum: Annotated[float | None, _option("--momentum", "From released states.", _LEARNING)] = None,
     model: Annotated[str | None, _option("--model", "cnn, linear, mlp or package.module:function.", _LEARNING)] = None,
     data: Annotated[
-        str | None, _option("--data", "fashion-mini, a folder of idx files, or an .npz file.", _LEARNING)
+        str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
+    ] = None,
+    data_dir: Annotated[
+        Path | None, _option("--data-dir", "Where public data sets lie; default: see modelmix data list.", _RUN)
     ] = None,
     out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", _RUN)] = None,
     resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", _RUN)] = False,
@@ -106,7 +109,7 @@ def train(
         return
     name = re.sub(r"[^\w.-]+", "-", chosen.name)
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    trainer = _trainer(chosen, folder, resume, Knobs(device, engine, precision, compiled, chunk))
+    trainer = _trainer(chosen, data_dir, folder, resume, Knobs(device, engine, precision, compiled, chunk))
     if not json:
         _announce(chosen, trainer, folder)
     try:
@@ -114,6 +117,8 @@ def train(
         trainer.run(max(0, chosen.steps - trainer.step), evaluate_every=every)
     except KeyboardInterrupt:
         again = f"modelmix train --out {quote(str(folder))} --resume"
+        if data_dir is not None:
+            again += f" --data-dir {quote(str(data_dir))}"
         print(f"stopped at step {trainer.step}; go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     _tell(chosen, trainer, folder, json)
@@ -129,7 +134,7 @@ class Knobs(NamedTuple):
     chunk: int | None
 
 
-def _trainer(recipe: Recipe, folder: Path, resume: bool, knobs: Knobs) -> Trainer:
+def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, knobs: Knobs) -> Trainer:
     try:
         from modelmix.data import load
         from modelmix.training import Performance
@@ -139,7 +144,7 @@ def _trainer(recipe: Recipe, folder: Path, resume: bool, knobs: Knobs) -> Traine
     with warnings.catch_warnings():
         warnings.filterwarnings("always", module="modelmix")
         warnings.showwarning = lambda message, *_, **__: print(f"modelmix: warning: {message}", file=sys.stderr)
-        return recipe.trainer(load(recipe.data), folder=folder, resume=resume, performance=performance)
+        return recipe.trainer(load(recipe.data, data_dir), folder=folder, resume=resume, performance=performance)
 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:

@@ -6,14 +6,16 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from modelmix.data import fashion
+from modelmix.data import catalogue, cifar, fashion, svhn
 from modelmix.errors import ModelMixError
 
 DEFAULT = "fashion-mini"
@@ -54,29 +56,52 @@ class DataSet:
         return tuple(self.train.x.shape[1:])
 
 
-def load(source: str | Path = DEFAULT) -> DataSet:
-    """Loads a data set.
+def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None) -> DataSet:
+    """Loads a data set and checks it.
+
+    The test split of every set is there to report how good a model is, never to choose a model or a setting.
 
     Args:
-        source: "fashion-mini", the embedded 27,800 training and 4,000 test images of Fashion-MNIST; or a folder with
-            the four idx files of Fashion-MNIST or a relative (MNIST, KMNIST); or an .npz file with x_train, y_train,
-            x_test, y_test. In an .npz file x holds uint8 images (N x H x W, N x H x W x C or N x C x H x W, C at most
-            4, H and W more than 4) or float features (N x D), y integers 0 .. k - 1. It is read without pickle: a
-            file cannot run code.
+        source: one of
+
+            - "fashion-mini", the embedded 27,800 training and 4,000 test images of Fashion-MNIST;
+            - "cifar10", "svhn", "fashion-mnist": the public files, in the data directory. They are held to the
+              published checksums; SVHN with another checksum but the published number of images of each digit is
+              called "svhn (rebuilt crops)";
+            - a folder with these files, or with the four idx files of a relative of Fashion-MNIST (MNIST, KMNIST);
+            - an archive of CIFAR-10, packed as published;
+            - an .npz file with x_train, y_train, x_test, y_test: x holds uint8 images (N x H x W, N x H x W x C or
+              N x C x H x W, C at most 4, H and W more than 4) or float features (N x D), y integers 0 .. k - 1.
+
+            No file can run code: neither an .npz file nor a pickle of CIFAR-10 is trusted.
+        data_dir: where public sets are looked for by name; by default the folder that the environment variable
+            MODELMIX_DATA names, else ~/.cache/modelmix. `modelmix data fetch` puts them there.
     """
     if source == DEFAULT:
-        return from_arrays(DEFAULT, fashion.embedded(), fashion.CLASSES)
+        return _assembled(DEFAULT, fashion.embedded(), fashion.CLASSES, owned=True)
+    if isinstance(source, str) and source in catalogue.CATALOGUE:
+        return _named(source, data_dir)
     path = Path(source)
-    if path.is_dir():
-        arrays = fashion.folder(path)
-        if fashion.is_official(arrays):
-            return from_arrays("fashion-mnist", arrays, fashion.CLASSES)
-        return from_arrays(path.resolve().name, arrays)
+    found = catalogue.held(path)
+    if len(found) > 1:
+        raise ModelMixError(
+            f"{path} holds files of {' and of '.join(found)}: which is meant cannot be told. Give the name of one, "
+            "with this folder as data directory, or a folder that holds one alone."
+        )
+    if found:
+        return _public(found[0], path)
     if path.suffix == ".npz" and path.is_file():
-        return from_arrays(path.stem, _npz(path))
+        return _assembled(path.stem, _npz(path), owned=True)
+    if path.is_dir():
+        raise ModelMixError(
+            f"{path} has no file {fashion.CANONICAL['x_train']}, {next(iter(cifar.BINARY.md5))} or "
+            f"{svhn.FILES['train']}: a folder must hold the files of Fashion-MNIST or a relative (idx), of CIFAR-10 or "
+            "of SVHN. Check the path."
+        )
     raise ModelMixError(
-        f"data {str(source)!r} is not there: allowed are {DEFAULT}, a folder with the four idx files of Fashion-MNIST, "
-        "or a file ending in .npz. Check the spelling and the path."
+        f"data {str(source)!r} is not there: allowed are {DEFAULT}, a folder with the four idx files of Fashion-MNIST "
+        "or the files of CIFAR-10 or SVHN, a file ending in .npz, or one of the names "
+        f"{', '.join(catalogue.CATALOGUE)}. Check the spelling and the path."
     )
 
 
@@ -88,9 +113,47 @@ def from_arrays(name: str, arrays: Mapping[str, Array], classes: tuple[str, ...]
         arrays: the four arrays. They are copied.
         classes: names of the labels; "0" .. "k - 1", k the number of labels in y_train, when not given.
     """
+    return _assembled(name, arrays, classes, owned=False)
+
+
+def _named(name: str, data_dir: str | Path | None) -> DataSet:
+    place = catalogue.find(name, data_dir)
+    if place is None:
+        root = catalogue.directory(data_dir)
+        raise ModelMixError(
+            f"{name} is not in the data directory {root}: get it with modelmix data fetch {name} --data-dir "
+            f"{quote(str(root))}, or give the directory that holds it (--data-dir, or the environment variable "
+            f"{catalogue.VARIABLE})."
+        )
+    found = _public(name, place)
+    if name == "fashion-mnist" and found.classes != fashion.CLASSES:
+        raise ModelMixError(
+            f"{place} does not hold {name}: its files have the right names and other values, as those of a relative "
+            f"have. Get it with modelmix data fetch {name}, or load this folder by its path."
+        )
+    return found
+
+
+def _public(name: str, path: Path) -> DataSet:
+    """The set of which ``path`` holds files; idx files of a relative of Fashion-MNIST are called by their folder."""
+    if name == "cifar10":
+        return _assembled(name, cifar.read(path), cifar.CLASSES, owned=True)
+    if name == "svhn":
+        arrays, published = svhn.read(path)
+        return _assembled(name if published else f"{name} (rebuilt crops)", arrays, svhn.CLASSES, owned=True)
+    images = fashion.folder(path)
+    if fashion.is_official(images):
+        return _assembled(name, images, fashion.CLASSES, owned=True)
+    return _assembled(path.resolve().name, images, owned=True)
+
+
+def _assembled(
+    name: str, arrays: Mapping[str, Array], classes: tuple[str, ...] | None = None, *, owned: bool
+) -> DataSet:
+    """Checks the arrays and makes tensors of them, which share the memory of ``owned`` ones where the layout fits."""
     if missing := [key for key in _KEYS if key not in arrays]:
         raise ModelMixError(f"{name} has no {missing[0]}: it must hold {', '.join(_KEYS)}. Add what is missing.")
-    x_train, x_test = (_samples(f"{name}: {key}", np.asarray(arrays[key])) for key in ("x_train", "x_test"))
+    x_train, x_test = (_samples(f"{name}: {key}", np.asarray(arrays[key]), owned) for key in ("x_train", "x_test"))
     if x_train.dtype != x_test.dtype or x_train.shape[1:] != x_test.shape[1:]:
         raise ModelMixError(
             f"{name}: x_train and x_test do not match: one sample is {_told(x_train[0])} in x_train and "
@@ -137,25 +200,26 @@ def _npz(path: Path) -> dict[str, Array]:
         ) from error
 
 
-def _samples(name: str, x: Array) -> Array:
+def _samples(name: str, x: Array, owned: bool) -> Array:
     """Images as uint8 N x C x H x W, features as float32 N x D, contiguous and writable."""
+    laid_out = np.ascontiguousarray if owned else partial(np.array, order="C")
     if x.size == 0:
         raise ModelMixError(
             f"{name} is empty, with shape {x.shape}: it needs one sample or more. Check how it was made."
         )
     if x.dtype == np.uint8 and x.ndim == 3:
-        return np.array(x[:, None], order="C")
+        return laid_out(x[:, None])
     if x.dtype == np.uint8 and x.ndim == 4:
         first, last = (x.shape[axis] <= _MOST_CHANNELS for axis in (1, 3))
         if x.shape[2] > _MOST_CHANNELS and first != last:
-            return np.array(x if first else x.transpose(0, 3, 1, 2), order="C")
+            return laid_out(x if first else x.transpose(0, 3, 1, 2))
         raise ModelMixError(
             f"{name} has shape {x.shape}, in which the channels cannot be told: allowed are N x H x W x C and "
             f"N x C x H x W with C at most {_MOST_CHANNELS}, H and W more. Reshape it, or save float features N x D."
         )
     if x.dtype.kind == "f" and x.ndim == 2:
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused below
-            features = x.astype(np.float32, order="C")
+            features = x.astype(np.float32, order="C", copy=not owned)
         if not np.isfinite(features).all():
             raise ModelMixError(f"{name} holds values that are not finite in float32. Remove or replace them.")
         return features

@@ -68,6 +68,11 @@ def folder(path: Path) -> dict[str, NDArray[np.uint8]]:
     return {key: idx.read(_find(path, name)) for key, name in CANONICAL.items()}
 
 
+def there(path: Path) -> bool:
+    """Whether ``path`` is a folder with one of the four files."""
+    return any((path / (name + packing)).is_file() for name in CANONICAL.values() for packing in _PACKINGS)
+
+
 def is_official(arrays: dict[str, NDArray[np.uint8]]) -> bool:
     """Whether these four arrays are the whole official Fashion-MNIST, and not a relative with the same file names."""
     return all(hashlib.sha256(arrays[key].tobytes()).hexdigest() == digest for key, digest in OFFICIAL.items())
