@@ -36,6 +36,8 @@ MECHANISMS: Mapping[str, tuple[str, str, bool]] = {
     "released": ("gaussian", "released", True),
 }
 
+_FEATURES = ("scatter",)
+_NORMALISATIONS = ("group", "private")
 _MIXING = ("mixing_width", "tau_over_eta", "tau")
 _POSITIVE = {
     "epsilon": "the target epsilon",
@@ -43,6 +45,9 @@ _POSITIVE = {
     "batch": "the expected batch",
     "sample_rate": "the sampling rate",
     "clip": "the clip",
+    "normalise_noise": "the noise multiplier of released moments",
+    "mean_clip": "the clip of channel means",
+    "square_clip": "the clip of channel second moments",
 }
 _COUNTS = {
     "steps": "the number of steps",
@@ -61,10 +66,20 @@ class Recipe:
 
     Exactly one of epsilon (the noise is then calibrated) and noise_multiplier is given, one of batch and sample_rate,
     and, for a mechanism that mixes, one of mixing_width (omega), tau_over_eta and tau.
+
+    features = "scatter" trains on the scattering features of the images. normalise = "group" makes every group of their
+    channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
+    moments released by noise of multiplier normalise_noise on channel means clipped to mean_clip and channel second
+    moments clipped to square_clip, and epsilon counts them.
     """
 
     name: str = "run"
     data: str = "fashion-mini"
+    features: str | None = None
+    normalise: str | None = None
+    normalise_noise: float = 8.0
+    mean_clip: float | None = None
+    square_clip: float | None = None
     model: str = "cnn"
     mechanism: str = "modelmix"
     epsilon: float | None = None
@@ -100,6 +115,7 @@ class Recipe:
             self._one_of(*_MIXING)
         elif any(getattr(self, name) is not None for name in _MIXING):
             raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
+        self._check_features()
         probability("delta", self.delta, "the failure probability")
         for name, meaning in _POSITIVE.items():
             if getattr(self, name) is not None:
@@ -113,6 +129,19 @@ class Recipe:
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise ModelMixError(f"a recipe for {self.mechanism} needs one of {', '.join(names)}: it has {found}.")
+
+    def _check_features(self) -> None:
+        for name, allowed in (("features", _FEATURES), ("normalise", _NORMALISATIONS)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ModelMixError(f"{name} = {value!r} is unknown: choose {' or '.join(allowed)}, or leave it out.")
+        if self.normalise is not None and self.features is None:
+            raise ModelMixError("normalise is for features: give features as well, or leave it out.")
+        clips = (self.mean_clip, self.square_clip)
+        if (self.normalise == "private") != all(clip is not None for clip in clips) or (
+            self.normalise != "private" and any(clip is not None for clip in clips)
+        ):
+            raise ModelMixError('normalise = "private" needs mean_clip and square_clip, and nothing else takes them.')
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Recipe:
@@ -166,24 +195,43 @@ class Recipe:
             return rate("sample_rate", self.sample_rate, "the sampling rate")
         return rate("batch / samples", (self.batch or 0.0) / n, "the sampling rate")
 
+    def price(self) -> Ledger:
+        """What is released about the training samples before training."""
+        return Ledger().add(Mechanism(self.normalise_noise, 1.0), 2) if self.normalise == "private" else Ledger()
+
+    def whole(self, n: int) -> Ledger:
+        """All that a run on n samples releases: ``price``, then ``plan``."""
+        ledger = self.price()
+        for phase in self.plan(n).phases:
+            ledger = ledger.add(phase.mechanism, phase.steps)
+        return ledger
+
     def plan(self, n: int) -> Ledger:
-        """The phases that will be run on n samples: the noise is calibrated here if epsilon is the target."""
+        """The phases that will be trained on n samples.
+
+        If epsilon is the target, the noise is calibrated here, so that price and training together spend it.
+        """
         law, _, mixes = MECHANISMS[self.mechanism]
-        q = self.rate_for(n)
+        q, price = self.rate_for(n), self.price()
         widths = self._widths(q * n) if mixes else [(self.steps, 0.0)]
 
-        def phases(z: float) -> Ledger:
-            ledger = Ledger()
+        def phases(z: float, ledger: Ledger) -> Ledger:
             for steps, width in widths:
                 ledger = ledger.add(Mechanism(z, q, width, self.p, law), steps)
             return ledger
 
-        def spent(z: float) -> float:
-            return ledger_epsilon(phases(z), self.delta)
+        def everything(z: float) -> float:
+            return ledger_epsilon(phases(z, price), self.delta)
 
         if self.epsilon is None:
-            return phases(self.noise_multiplier or 0.0)
-        return phases(smallest_safe(spent, self.epsilon, start=1.0, tolerance=1e-5, name="noise multiplier"))
+            return phases(self.noise_multiplier or 0.0, Ledger())
+        if price.phases and ledger_epsilon(price, self.delta) >= self.epsilon:
+            raise ModelMixError(
+                f"normalisation alone costs epsilon {ledger_epsilon(price, self.delta):.3g} and the target is "
+                f'{self.epsilon:g}: raise normalise_noise, or use normalise = "group", which is free.'
+            )
+        z = smallest_safe(everything, self.epsilon, start=1.0, tolerance=1e-5, name="noise multiplier")
+        return phases(z, Ledger())
 
     def _widths(self, batch: float) -> list[tuple[int, float]]:
         """(steps, omega) in order; steps of the same width are put together."""
@@ -237,21 +285,26 @@ class Recipe:
         import torch
         from torch import nn
 
+        from modelmix.experiments.preparation import prepare
         from modelmix.models import Pixels, build
-        from modelmix.training import Trainer
+        from modelmix.training import Performance, Trainer
         from modelmix.training.augment import AUGMENTATIONS
 
         if self.augment is not None and self.augment not in AUGMENTATIONS:
             raise ModelMixError(f"augment = {self.augment!r} is unknown: choose one of {', '.join(AUGMENTATIONS)}.")
-        plan = self.plan(len(data.train))
+        plan = self.plan(len(data.train))  # before anything is spent
+        device = (performance or Performance()).find_device()
+        prepared = prepare(self, data, device, folder if resume else None)
+        data = prepared.data
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
             model = Pixels(build(self.model, data.shape, len(data.classes)))
             other = Pixels(build(self.model, data.shape, len(data.classes))) if self.second_start else None
         _, rule, _ = MECHANISMS[self.mechanism]
         about: dict[str, Any] = {"data": data.name, "model": self.model, "steps": self.steps, "recipe": self.as_dict()}
+        about |= prepared.about
         if rule == "released":
-            about["claimed_epsilon"] = ledger_epsilon(plan, self.delta)
+            about["claimed_epsilon"] = ledger_epsilon(self.whole(len(data.train)), self.delta)
         return Trainer(
             model,
             nn.CrossEntropyLoss(),
@@ -259,6 +312,7 @@ class Recipe:
             plan,
             clip=self.clip,
             lr=self.schedule("lr"),
+            spent=prepared.spent,
             rule=rule,
             padding=self.padding,
             momentum=self.momentum,

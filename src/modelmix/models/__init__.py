@@ -2,5 +2,19 @@
 
 from modelmix.models.networks import Pixels, cnn, linear, mlp
 from modelmix.models.registry import NAMES, build
+from modelmix.models.residual import ResNet20, StandardisedConv2d, WideResNet16
+from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 
-__all__ = ["NAMES", "Pixels", "build", "cnn", "linear", "mlp"]
+__all__ = [
+    "NAMES",
+    "Pixels",
+    "ResNet20",
+    "StandardisedConv2d",
+    "WideResNet16",
+    "build",
+    "cnn",
+    "linear",
+    "mlp",
+    "scatter_cnn_cifar",
+    "scatter_cnn_grey",
+]

@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from torch import nn
 
 from modelmix.errors import ModelMixError
 from modelmix.models.networks import cnn, linear, mlp
+from modelmix.models.residual import ResNet20, WideResNet16
+from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 from modelmix.privacy.validation import whole
 
 Shape = tuple[int, ...]
@@ -24,10 +27,33 @@ def _cnn(shape: Shape, classes: int) -> nn.Module:
     return cnn(shape[0], (shape[1], shape[2]), classes)
 
 
+def _residual(name: str, make: Callable[[int, int], nn.Module]) -> Callable[[Shape, int], nn.Module]:
+    def builder(shape: Shape, classes: int) -> nn.Module:
+        if len(shape) != 3:
+            raise ModelMixError(f"model {name!r} takes images C x H x W, not samples of shape {shape}.")
+        return make(shape[0], classes)
+
+    return builder
+
+
+def _scatter_cnn(shape: Shape, classes: int) -> nn.Module:
+    known = {(243, 8, 8): scatter_cnn_cifar, (81, 7, 7): scatter_cnn_grey}
+    if shape not in known:
+        raise ModelMixError(
+            f"model 'scatter-cnn' takes features 243 x 8 x 8 or 81 x 7 x 7, not samples of shape {shape}: give "
+            'features = "scatter" with images 3 x 32 x 32 or 1 x 28 x 28.'
+        )
+    return known[shape](classes)
+
+
 _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "cnn": _cnn,
     "linear": lambda shape, classes: linear(math.prod(shape), classes),
     "mlp": lambda shape, classes: mlp(math.prod(shape), classes),
+    "resnet20": _residual("resnet20", ResNet20),
+    "resnet20-released": _residual("resnet20-released", partial(ResNet20, tanh_stem=True)),
+    "wrn-16-4": _residual("wrn-16-4", WideResNet16),
+    "scatter-cnn": _scatter_cnn,
 }
 
 NAMES = tuple(_BUILDERS)

@@ -1,0 +1,98 @@
+"""From the images of a recipe to what its network is trained on, and what that cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from modelmix.data import DataSet, Split
+from modelmix.errors import ModelMixError
+from modelmix.features import (
+    ChannelNormalisation,
+    Scattering,
+    cached,
+    group_normalise,
+    private_channel_normalisation,
+)
+from modelmix.privacy.ledger import Ledger, Phase
+from modelmix.privacy.mechanism import Mechanism
+from modelmix.training.randomness import Randomness
+
+if TYPE_CHECKING:
+    from modelmix.experiments.recipe import Recipe
+
+KEY = "normalisation"
+"""Where the settings of a run keep released moments: a run that is resumed must not release them again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Data as a network takes it.
+
+    Args:
+        data: the samples.
+        spent: what statistics of the training samples cost; empty if there are none.
+        about: what a resumed run needs to prepare the same data without spending again.
+    """
+
+    data: DataSet
+    spent: Ledger = field(default_factory=Ledger)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path | None = None) -> Prepared:
+    """The features that a recipe asks for, computed once and cached.
+
+    Args:
+        run: the folder of a run that goes on: its released moments are used again.
+    """
+    if recipe.features is None:
+        return Prepared(data)
+    transform = Scattering(device=device)
+    train, test = (cached(transform, split.x) for split in (data.train, data.test))
+    if recipe.normalise == "group":
+        train, test = group_normalise(train), group_normalise(test)
+    prepared = Prepared(_with(data, train, test))
+    if recipe.normalise != "private":
+        return prepared
+    normalise = (None if run is None else _released(run)) or private_channel_normalisation(
+        train,
+        n=len(data.train),
+        mean_clip=recipe.mean_clip or 0.0,
+        square_clip=recipe.square_clip or 0.0,
+        noise_multiplier=recipe.normalise_noise,
+        randomness=Randomness(recipe.seed).step(),
+    )
+    moments = {
+        "mean": normalise.mean.tolist(),
+        "variance": normalise.variance.tolist(),
+        "mechanism": normalise.phase.mechanism.as_dict(),
+        "steps": normalise.phase.steps,
+    }
+    spent = Ledger().add(normalise.phase.mechanism, normalise.phase.steps)
+    return Prepared(_with(data, normalise(train), normalise(test)), spent, {KEY: moments})
+
+
+def _with(data: DataSet, train: torch.Tensor, test: torch.Tensor) -> DataSet:
+    return DataSet(data.name, Split(train, data.train.y), Split(test, data.test.y), data.classes)
+
+
+def _released(run: str | Path) -> ChannelNormalisation | None:
+    """The moments that a run released when it began; None if it did not begin. What is unreadable is not paid again."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))[KEY]
+        return ChannelNormalisation(
+            torch.tensor(found["mean"], dtype=torch.float64),
+            torch.tensor(found["variance"], dtype=torch.float64),
+            Phase(Mechanism.from_dict(found["mechanism"]), int(found["steps"])),
+        )
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+        raise ModelMixError(f"the moments in {path} are not readable: restore the file.") from None

@@ -1,0 +1,108 @@
+"""Recipes on features: what is trained on, what it costs, and that a resumed run does not pay twice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import modelmix as mm
+from modelmix.data import DataSet, Split
+from modelmix.errors import ModelMixError
+from modelmix.experiments.recipe import Recipe
+from modelmix.features import Scattering, group_normalise
+from modelmix.privacy.ledger import Ledger
+from modelmix.training import Performance
+
+BASE = {
+    "data": "none",
+    "model": "scatter-cnn",
+    "features": "scatter",
+    "epsilon": 3.0,
+    "steps": 4,
+    "batch": 12,
+    "mixing_width": 2.0,
+    "lr": 0.1,
+    "seed": 1,
+}
+PRIVATE = {**BASE, "normalise": "private", "mean_clip": 2.0, "square_clip": 4.0}
+CPU = Performance(device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(0)
+
+    def split(n):
+        return Split(torch.randint(0, 256, (n, 1, 28, 28), dtype=torch.uint8), torch.randint(0, 10, (n,)))
+
+    return DataSet("noise", split(40), split(8), tuple("0123456789"))
+
+
+def test_group_normalised_features_are_free(data):
+    trainer = Recipe(**BASE, normalise="group").trainer(data, performance=CPU)
+    assert trainer.ledger == Ledger()
+    torch.testing.assert_close(trainer._source.inputs, group_normalise(Scattering(device="cpu")(data.train.x)))
+    trainer.run(4, progress=False)
+    assert trainer.epsilon(1e-5) == pytest.approx(3.0, abs=1e-3)
+
+
+def test_private_moments_and_training_spend_epsilon_together(data):
+    recipe = Recipe(**PRIVATE)
+    trainer = recipe.trainer(data, performance=CPU)
+    assert trainer.epsilon(1e-5) == pytest.approx(0.6948, abs=1e-4)  # two releases of multiplier 8
+    trainer.run(4, progress=False)
+    assert 2.99 < trainer.epsilon(1e-5) <= 3.0
+    assert trainer.ledger == recipe.whole(40)
+    cheaper = Recipe(**BASE, normalise="group").plan(40).phases[0].mechanism.noise_multiplier
+    assert trainer.mechanism_at(1).noise_multiplier > cheaper
+
+
+def test_a_resumed_run_uses_the_moments_it_released(data, tmp_path):
+    recipe = Recipe(**{**PRIVATE, "seed": None})
+    first = recipe.trainer(data, folder=tmp_path / "run", performance=CPU)
+    first.run(2, progress=False)
+    again = recipe.trainer(data, folder=tmp_path / "run", resume=True, performance=CPU)
+    assert torch.equal(again._source.inputs, first._source.inputs)
+    again.run(2, progress=False)
+    assert again.ledger == recipe.whole(40) == Ledger.load(tmp_path / "run" / "ledger.json")
+    config = tmp_path / "run" / "config.json"
+    spoiled = json.loads(config.read_text())
+    spoiled["normalisation"]["mean"] = "many"
+    config.write_text(json.dumps(spoiled))
+    with pytest.raises(ModelMixError, match="restore the file"):
+        recipe.trainer(data, folder=tmp_path / "run", resume=True, performance=CPU)
+
+
+def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_released():
+    with pytest.raises(ModelMixError, match=r"alone costs epsilon 0.695 and the target is 0.5: raise normalise_noise"):
+        Recipe(**{**PRIVATE, "epsilon": 0.5}).plan(40)
+    assert mm.epsilon(Recipe(**{**PRIVATE, "epsilon": 0.5, "normalise_noise": 30.0}).whole(40), 1e-5) <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": "sift"}, "features = 'sift' is unknown: choose scatter"),
+        ({"normalise": "batch"}, "normalise = 'batch' is unknown"),
+        ({"features": None, "normalise": "group"}, "normalise is for features"),
+        ({"normalise": "private", "mean_clip": 1.0}, "needs mean_clip and square_clip"),
+        ({"normalise": "group", "mean_clip": 1.0}, "nothing else takes them"),
+        ({"normalise": "private", "mean_clip": -1.0, "square_clip": 1.0}, "mean_clip = -1"),
+        ({"normalise_noise": 0}, "normalise_noise = 0"),
+    ],
+)
+def test_recipes_that_make_no_sense(change, message):
+    with pytest.raises(ModelMixError, match=message):
+        Recipe(**{**BASE, **change})
+
+
+def test_features_of_another_shape_are_refused(data):
+    with pytest.raises(ModelMixError, match="takes features 243 x 8 x 8 or 81 x 7 x 7"):
+        Recipe(**{**BASE, "features": None}).trainer(data, performance=CPU)
