@@ -254,3 +254,20 @@ def test_attention_with_positions_first():
     torch.manual_seed(1)
     model, x, y = Attends("self", first=False).double(), torch.randn(4, 5, 8).double(), torch.randint(0, 3, (4,))
     assert Engine(model, F.cross_entropy, (x, y), compiled=False).name == "hooks"
+
+
+def test_an_attention_that_someone_else_has_changed_is_left_to_them():
+    torch.manual_seed(1)
+    model, x, y = Attends("self").double(), torch.randn(4, 5, 8).double(), torch.randint(0, 3, (4,))
+    genuine = model.attention.forward
+
+    def doubled(*arguments, **named):
+        return 2 * genuine(*arguments, **named)[0], None
+
+    model.attention.forward = doubled
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=False)
+    assert engine.name == "universal"
+    assert model.attention.forward is doubled
+    right = Engine(model, F.cross_entropy, (x, y), name="loop", compiled=False)
+    mine, wanted = (sums(run, model, x, y, Clip(0.1)).total for run in (engine, right))
+    torch.testing.assert_close(mine, wanted, rtol=1e-8, atol=1e-12)

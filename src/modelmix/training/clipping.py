@@ -10,7 +10,7 @@ the margin for d = 2^30 coordinates and batches of m = 2^15.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ MARGIN = 2.0**-20
 
 _SMALLEST = 1e-100  # a gradient that would have to be clipped to less can have squares that are no longer numbers
 _CACHE = 4 * 2**20  # bytes of float64 that a processor core works on at once
+_FEW = 4  # samples at a time, below which a block is not worth its overhead
 _NARROW = 4096  # coordinates below which a parameter is not worth a pass of its own
 
 
@@ -104,54 +105,39 @@ class Clip:
     def _in_blocks(
         self, gradients: Sequence[Gradients], weights: Tensor, c: Tensor, bound: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``at_once`` for a processor.
-
-        A few samples at a time go through one small buffer: widening costs hardly anything while it stays in the cache.
-        """
+        """``at_once`` for a processor, through one small buffer: widening costs little while it stays in the cache."""
         m, drawn = weights.shape[0], weights > 0
-        limit = None if self.p == 1 else float(bound)
+        limit = math.inf if self.p == 1 else float(bound)
         powers = torch.zeros(m, dtype=torch.float64)
         truncated = torch.zeros(m, dtype=torch.int64)
         for g in gradients:
             if not isinstance(g, Dense):
                 powers += g.powers(self.norm)
         rows = [g.rows() for g in gradients if isinstance(g, Dense)]
-        sizes = [r.shape[1] for r in rows]
-        total, scale = powers.new_zeros(sum(sizes)), torch.empty_like(powers)
-        block = max(1, min(m, _CACHE * min(4, torch.get_num_threads()) // (8 * max(1, total.numel()))))
-        buffer = powers.new_empty(block, total.numel())
-        for start in range(0, m, block):
-            part = slice(start, min(start + block, m))
-            wide = buffer[: part.stop - start]
-            for r, piece in zip(rows, torch.split(wide, sizes, 1), strict=True):
-                piece.copy_(r[part])
-            powers[part] += torch.linalg.vector_norm(wide, ord=self.norm, dim=1) ** self.norm
-            scale[part] = self._scale(powers[part], drawn[part], c)
-            # A gradient that is not finite is no gradient: it adds nothing, and the caller is told.
-            finite = torch.isfinite(powers[part])
-            if not bool(finite.all()):
-                wide[~finite] = 0.0
-            if limit is None:
-                total += scale[part] @ wide
-            else:
-                wide.mul_(scale[part, None])
-                before = total
-                total = before + wide.sum(0)
-                # Few coordinates ever reach the bound: only these are looked at one by one.
-                high = torch.nonzero(torch.linalg.vector_norm(wide, ord=math.inf, dim=0) > limit).flatten()
-                if high.numel():
-                    there = wide[:, high]
-                    total[high] = before[high] + there.clamp(-limit, limit).sum(0)
-                    truncated[part] = (there.abs() > limit).sum(1)
-        sums = iter(torch.split(total, sizes))
+        blocks = _by_samples if m * sum(r.shape[1] for r in rows) and _fits(rows) else _by_coordinates
+        for part, wide in blocks(rows):
+            powers[part[0]] += torch.linalg.vector_norm(wide, ord=self.norm, dim=1) ** self.norm
+        scale = self._scale(powers, drawn, c)
+        # A gradient that is not finite is no gradient: it adds nothing, and the caller is told.
+        odd = not bool(torch.isfinite(powers).all())
+        total = powers.new_zeros(sum(r.shape[1] for r in rows))
+        for (some, where), wide in blocks(rows):
+            if odd:
+                wide[~torch.isfinite(powers[some])] = 0.0
+            total[where] += scale[some] @ wide
+            if limit < math.inf:
+                sample, place, excess = _beyond(wide, scale[some], limit)
+                total[where].index_add_(0, place, excess)
+                truncated[some] += torch.bincount(sample, minlength=len(wide))
+        sums = iter(torch.split(total, [r.shape[1] for r in rows]))
         found: list[Tensor] = []
         for g in gradients:
             if isinstance(g, Dense):
                 found.append(g.shaped(next(sums)).flatten())
             else:
-                value, cut_here = g.clipped_sum(scale, limit)
+                value, cut = g.clipped_sum(scale, limit)
                 found.append(value.flatten())
-                truncated += 0 if cut_here is None else cut_here
+                truncated += 0 if cut is None else cut
         return torch.cat(found), self._norms(powers), truncated
 
     def limits_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -166,6 +152,59 @@ class Clip:
     def _scale(self, powers: Tensor, drawn: Tensor, c: Tensor) -> Tensor:
         scale = (c / self._norms(powers).clamp_min(1e-300)).clamp_max(1.0)
         return torch.where(torch.isfinite(powers) & drawn, scale, 0.0)
+
+
+Part = tuple[slice, slice]
+"""Some samples, and some of the coordinates that all dense gradients have together."""
+
+
+def _room() -> int:
+    """Numbers in float64 that stay in the caches of the cores at work."""
+    return _CACHE * min(4, torch.get_num_threads()) // 8
+
+
+def _fits(rows: list[Tensor]) -> bool:
+    """Whether several whole samples have room."""
+    return _room() >= _FEW * sum(r.shape[1] for r in rows)
+
+
+def _by_samples(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
+    """All coordinates of a few samples at a time."""
+    m, sizes = rows[0].shape[0], [r.shape[1] for r in rows]
+    block = min(m, _room() // sum(sizes))
+    buffer = torch.empty(block, sum(sizes), dtype=torch.float64)
+    for start in range(0, m, block):
+        some = slice(start, min(start + block, m))
+        wide = buffer[: some.stop - start]
+        for r, piece in zip(rows, torch.split(wide, sizes, 1), strict=True):
+            piece.copy_(r[some])
+        yield (some, slice(None)), wide
+
+
+def _by_coordinates(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
+    """Some coordinates of all samples at a time."""
+    first = 0
+    for r in rows:
+        width = max(1, min(r.shape[1], _room() // max(1, r.shape[0])))
+        buffer = torch.empty(r.shape[0], width, dtype=torch.float64)
+        for start in range(0, r.shape[1], width):
+            stop = min(start + width, r.shape[1])
+            wide = (
+                buffer[:, : stop - start]
+                if stop - start == width
+                else r.new_empty(r.shape[0], stop - start, dtype=torch.float64)
+            )
+            yield (slice(None), slice(first + start, first + stop)), wide.copy_(r[:, start:stop])
+        first += r.shape[1]
+
+
+def _beyond(wide: Tensor, scale: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(row, column, what truncation adds) for the few values that scaling leaves above the limit."""
+    near = torch.nonzero(torch.linalg.vector_norm(wide, ord=math.inf, dim=1) * scale > limit).flatten()
+    here = wide if near.numel() == wide.shape[0] else wide[near]
+    found = torch.nonzero(here.abs() * scale[near, None] > limit)
+    value = here[found[:, 0], found[:, 1]] * scale[near[found[:, 0]]]
+    return near[found[:, 0]], found[:, 1], value.clamp(-limit, limit) - value
 
 
 def _together(gradients: Sequence[Gradients]) -> tuple[list[Gradients], Callable[[list[Tensor]], Tensor]]:

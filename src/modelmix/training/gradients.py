@@ -7,6 +7,7 @@ answers are float64: what is measured and what is summed are the same numbers, w
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ class Gradients(ABC):
         """The sum over samples of scale * gradient with every coordinate cut to +-bound.
 
         A sample of scale 0 adds nothing, even if its gradient is not finite. The bound is a float64 number on the
-        device.
+        device, or a plain one on a processor, where infinity is no bound.
 
         Returns:
             A tensor of the parameter's shape, and how many coordinates were cut of each sample (zeros or None without a
@@ -113,6 +114,9 @@ class Dense(Gradients):
             found: Tensor = kernels.powers(rows, norm)
             return found
         wide = rows.double()
+        if wide.device.type == "cpu":
+            lengths: Tensor = torch.linalg.vector_norm(wide, ord=norm, dim=1)
+            return lengths**norm
         return (wide.square() if norm == 2 else wide.abs()).sum(1)
 
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
@@ -156,30 +160,38 @@ class Outer(Gradients):
         return self.back[:, :, None] * self.seen[:, None, :]
 
     def powers(self, norm: int) -> Tensor:
+        if self.seen.dtype != torch.float64 and self.back.dtype != torch.float64:
+            return Dense(self.back).powers(norm) * Dense(self.seen).powers(norm)
         # The largest number changes sides first: neither factor can then vanish where the product does not.
         seen = self.seen.double()
         top = seen.abs().amax(1, keepdim=True)
         return Dense(self.back.double() * top).powers(norm) * Dense(seen / top.clamp_min(1e-300)).powers(norm)
 
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+        if isinstance(bound, float):
+            return self._in_blocks(scale, bound)
         live = scale[:, None] > 0
         back = torch.where(live, self.back.double() * scale[:, None], 0.0)
         seen = torch.where(live, self.seen.double(), 0.0)
         if bound is None:
             return back.T @ seen, None
-        if isinstance(bound, Tensor):
-            product = back[:, :, None] * seen[:, None, :]
-            return _clamp(product, bound).sum(0), (product.abs() > bound).sum((1, 2))
+        product = back[:, :, None] * seen[:, None, :]
+        return _clamp(product, bound).sum(0), (product.abs() > bound).sum((1, 2))
+
+    def _in_blocks(self, scale: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+        """For a processor, a few samples at a time."""
+        total = scale.new_zeros(self.back.shape[1], self.seen.shape[1])
+        cut = torch.zeros(self.samples, dtype=torch.int64)
+        room = _CACHE * min(4, torch.get_num_threads()) // 8
         # A sample none of whose coordinates reaches the bound is as good as not truncated.
-        high = torch.nonzero(back.abs().amax(1) * seen.abs().amax(1) > bound).flatten()
-        cut = torch.zeros(self.samples, dtype=torch.int64, device=back.device)
-        rest = back.clone()
-        rest[high] = 0
-        total = rest.T @ seen
-        block = max(1, _CACHE * min(4, torch.get_num_threads()) // (8 * max(1, total.numel())))
-        for some in torch.split(high, block):
-            product = back[some][:, :, None] * seen[some][:, None, :]
-            kept = _clamp(product, bound)
+        tops = [t.abs().amax(1).double() for t in (self.back, self.seen)] if bound < math.inf else [scale, scale]
+        high = tops[0] * tops[1] * scale > bound
+        for some in torch.split(torch.nonzero((scale > 0) & ~high).flatten(), max(1, room // self.seen.shape[1])):
+            total.addmm_((self.back[some].double() * scale[some, None]).T, self.seen[some].double())
+        for some in torch.split(torch.nonzero((scale > 0) & high).flatten(), max(1, room // max(1, total.numel()))):
+            back = self.back[some].double() * scale[some, None]
+            product = back[:, :, None] * self.seen[some].double()[:, None, :]
+            kept = product.clamp(-bound, bound)
             total += kept.sum(0)
             cut[some] = product.ne_(kept).flatten(1).sum(1).long()
         return total, cut

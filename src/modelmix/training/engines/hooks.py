@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -36,9 +36,13 @@ class _Patch:
         self._module.__dict__.pop("forward", None)
 
 
-def has_group_norm_kernel(module: nn.GroupNorm) -> bool:
+def has_group_norm_kernel(module: nn.Module, trained: Mapping[str, str]) -> TypeGuard[nn.GroupNorm]:
     """Whether it is worth asking, input by input, for our kernel."""
-    return module.weight.is_cuda
+    return type(module) is nn.GroupNorm and set(trained) == {"weight", "bias"} and _on_device(module.weight)
+
+
+def _on_device(t: Tensor) -> bool:
+    return t.is_cuda
 
 
 class Capture:
@@ -80,9 +84,10 @@ class Capture:
     def attach(self) -> list[Any]:
         handles: list[Any] = []
         for module, own in self._trained.items():
-            if type(module) is nn.MultiheadAttention:
+            patched = "forward" in vars(module)  # by someone else, who knows what it computes
+            if type(module) is nn.MultiheadAttention and not patched:
                 handles.append(_Patch(module, partial(attention.forward, module, self._project)))
-            elif type(module) is nn.GroupNorm and set(own) == {"weight", "bias"} and has_group_norm_kernel(module):
+            elif has_group_norm_kernel(module, own) and not patched:
                 handles.append(_Patch(module, partial(self._group_norm, module)))
             elif own:
                 # In front of other hooks: what they do to an output is not the layer's doing.
