@@ -99,8 +99,8 @@ def images(n: int = 60):
 def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     first, second = load(tmp_path, "toml", TOML), load(tmp_path, suffix, YAML)
     assert first == second
-    assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - {"epsilon", "batch", "mixing_width",
-                                                                                     "tau_over_eta"}  # fmt: skip
+    without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "features", "normalise", "mean_clip", "square_clip"}
+    assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
     assert torch.equal(runs[0].state.last, runs[1].state.last)
@@ -171,6 +171,13 @@ def test_files_that_cannot_be_read(tmp_path):
 # Nonsense.
 
 NONSENSE = {
+    "unknown features": ({"features": "sift"}, "features = 'sift' is unknown: choose scatter, or leave it out"),
+    "normalised pixels": ({"normalise": "group"}, "normalise is for features"),
+    "clips of no moments": (
+        {"features": "scatter", "mean_clip": 1.0, "square_clip": 1.0},
+        'normalise = "private" needs mean_clip and square_clip, and nothing else takes them',
+    ),
+    "moments without noise": ({"normalise_noise": 0}, "normalise_noise = 0"),
     "unknown, near": ({"epsilom": 3}, "a recipe has no 'epsilom': did you mean epsilon?"),
     "unknown, near two": ({"mixing_with": 3}, "did you mean mixing_width?"),
     "unknown, far": ({"wombat": 3}, "known are augment, batch, clip"),

@@ -67,9 +67,10 @@ def test_the_cnn_of_28_by_28_has_the_common_layers():
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_do_not_meet_in_a_network(name):
     """The score of one sample has no gradient in another, in training mode too; nothing is kept between calls."""
-    model = build(name, (3, 12, 10), 4).train()
+    shape = (81, 7, 7) if name == "scatter-cnn" else (3, 12, 10)
+    model = build(name, shape, 4).train()
     assert not list(model.buffers())
-    x = torch.randn(5, 3, 12, 10, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x)[2].sum(), x)
     assert gradient[2].abs().sum() > 0
     assert gradient[[0, 1, 3, 4]].abs().sum() == 0
@@ -123,7 +124,14 @@ def test_a_network_of_ones_own_with_something_wrong(own, text, function, reason)
 
 @pytest.mark.parametrize("name", ["resnet", "", ":", "module:", ":function"])
 def test_an_unknown_name_is_told_what_is_allowed(name):
-    assert "is not known: allowed are cnn, linear, mlp or package.module:function" in refused(name, (1, 28, 28), 10)
+    said = refused(name, (1, 28, 28), 10)
+    assert f"is not known: allowed are {', '.join(NAMES)} or package.module:function" in said
+
+
+def test_networks_that_do_not_fit_their_samples_say_so():
+    assert "takes features 243 x 8 x 8 or 81 x 7 x 7" in refused("scatter-cnn", (3, 32, 32), 10)
+    assert "takes images C x H x W" in refused("resnet20", (64,), 10)
+    assert "takes images C x H x W" in refused("wrn-16-4", (64,), 10)
 
 
 def test_a_module_that_is_not_there():
