@@ -411,5 +411,5 @@ def test_ctrl_c_on_a_terminal(recipe, tmp_path):
     assert "Traceback" not in shown
     step = int(re.search(r"stopped at step (\d+); go on with", shown)[1])
     assert RunFolder(folder).load_checkpoint()[1]["step"] == step > 0
-    # A line is written before the state it accounts for: an interrupt between the two leaves it one ahead, never behind.
+    # A line is written before the state it accounts for: an interrupt between the two leaves it one ahead.
     assert step <= RunFolder(folder).load_ledger().steps <= step + 1
