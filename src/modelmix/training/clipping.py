@@ -124,11 +124,11 @@ class Clip:
         for (some, where), wide in blocks(rows):
             if odd:
                 wide[~torch.isfinite(powers[some])] = 0.0
-            total[where] += scale[some] @ wide
             if limit < math.inf:
-                sample, place, excess = _beyond(wide, scale[some], limit)
-                total[where].index_add_(0, place, excess)
+                sample, place, value = _take_out(wide, scale[some], limit)
+                total[where].index_add_(0, place, value.clamp(-limit, limit))
                 truncated[some] += torch.bincount(sample, minlength=len(wide))
+            total[where] += scale[some] @ wide
         sums = iter(torch.split(total, [r.shape[1] for r in rows]))
         found: list[Tensor] = []
         for g in gradients:
@@ -189,43 +189,41 @@ def _by_coordinates(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
         buffer = torch.empty(r.shape[0], width, dtype=torch.float64)
         for start in range(0, r.shape[1], width):
             stop = min(start + width, r.shape[1])
-            wide = (
-                buffer[:, : stop - start]
-                if stop - start == width
-                else r.new_empty(r.shape[0], stop - start, dtype=torch.float64)
-            )
-            yield (slice(None), slice(first + start, first + stop)), wide.copy_(r[:, start:stop])
+            wide = buffer[:, : stop - start].copy_(r[:, start:stop])
+            yield (slice(None), slice(first + start, first + stop)), wide
         first += r.shape[1]
 
 
-def _beyond(wide: Tensor, scale: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(row, column, what truncation adds) for the few values that scaling leaves above the limit."""
+def _take_out(wide: Tensor, scale: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(row, column, scaled value) of the few values that scaling leaves above the limit; zeros stay in their places.
+
+    Nothing larger than the limit may enter a sum, not even to be taken off again: rounding would remember its size.
+    """
     near = torch.nonzero(torch.linalg.vector_norm(wide, ord=math.inf, dim=1) * scale > limit).flatten()
     here = wide if near.numel() == wide.shape[0] else wide[near]
     found = torch.nonzero(here.abs() * scale[near, None] > limit)
-    value = here[found[:, 0], found[:, 1]] * scale[near[found[:, 0]]]
-    return near[found[:, 0]], found[:, 1], value.clamp(-limit, limit) - value
+    row, column = near[found[:, 0]], found[:, 1]
+    value = wide[row, column] * scale[row]
+    wide[row, column] = 0.0
+    return row, column, value
 
 
 def _together(gradients: Sequence[Gradients]) -> tuple[list[Gradients], Callable[[list[Tensor]], Tensor]]:
     """Narrow gradients side by side in one matrix, and how to put their flat sums back in order: fewer passes."""
-    narrow = [i for i, g in enumerate(gradients) if isinstance(g, Dense) and g.values[0].numel() <= _NARROW]
+    narrow = {i: g for i, g in enumerate(gradients) if isinstance(g, Dense) and g.values[0].numel() <= _NARROW}
     if len(narrow) < 2:
         return list(gradients), torch.cat
     wide = [i for i in range(len(gradients)) if i not in narrow]
-    kept = [gradients[i] for i in wide]
-    pieces = {i: gradients[i] for i in narrow}
-    side_by_side = [g.rows() for g in pieces.values() if isinstance(g, Dense)]
+    side_by_side = [g.rows() for g in narrow.values()]
     sizes = [r.shape[1] for r in side_by_side]
 
     def order(sums: list[Tensor]) -> Tensor:
         parts = dict(zip(wide, sums, strict=False))
-        for (i, g), part in zip(pieces.items(), torch.split(sums[-1], sizes), strict=True):
-            assert isinstance(g, Dense)
+        for (i, g), part in zip(narrow.items(), torch.split(sums[-1], sizes), strict=True):
             parts[i] = g.shaped(part).flatten()
         return torch.cat([parts[i] for i in range(len(gradients))])
 
-    return [*kept, Dense(torch.cat(side_by_side, 1))], order
+    return [*(gradients[i] for i in wide), Dense(torch.cat(side_by_side, 1))], order
 
 
 @dataclass(frozen=True)

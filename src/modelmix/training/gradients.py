@@ -77,9 +77,15 @@ def _clamp(values: Tensor, bound: Tensor | float) -> Tensor:
 
 @dataclass(frozen=True)
 class Dense(Gradients):
-    """Every coordinate of every sample: m x (shape)."""
+    """Every coordinate of every sample.
+
+    Args:
+        values: m x (shape).
+        written: whether a kernel of ours wrote them, so that they lie in memory.
+    """
 
     values: Tensor
+    written: bool = False
 
     @property
     def samples(self) -> int:
@@ -129,8 +135,7 @@ class Dense(Gradients):
         return self.shaped(values.sum(0)), cut
 
     def settled(self) -> Dense:
-        # Kernels are beyond that reach already: what they are given lies in memory.
-        return self if kernels.has_kernels(self.values) else Dense(kernels.settled(self.values))
+        return self if self.written else Dense(kernels.settled(self.values), written=True)
 
     def times(self, factor: float) -> Dense:
         return Dense(self.values * factor)

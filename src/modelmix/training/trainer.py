@@ -502,9 +502,8 @@ class Trainer:
         if set(vectors) != names or any(t.shape != (self._flat.size,) for t in vectors.values()):
             raise ModelMixError("the checkpoint is not of this model and rule: choose another folder.")
         before, ran = _mechanisms(self._spent), _mechanisms(ledger)
-        same = all(
-            mine == theirs for mine, theirs in zip(before, ran, strict=False)
-        )  # takes as many lines as were spent
+        # Takes as many lines off ``ran`` as were spent; the steps follow.
+        same = all(mine == theirs for mine, theirs in zip(before, ran, strict=False))
         if (
             not same
             or ledger.unproved != self._rule.unproved

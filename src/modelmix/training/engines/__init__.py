@@ -17,12 +17,11 @@ from modelmix.training.clipping import Clip
 from modelmix.training.engines import universal
 from modelmix.training.engines.choice import choose, quiet
 from modelmix.training.engines.chunk import ENGINES, Loss, rows, sum_of_chunk
-from modelmix.training.engines.engine import PRECISIONS, Engine
+from modelmix.training.engines.engine import Engine
 from modelmix.training.parameters import FlatParameters
 
 __all__ = [
     "ENGINES",
-    "PRECISIONS",
     "Engine",
     "Loss",
     "choose",

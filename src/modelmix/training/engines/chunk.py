@@ -53,7 +53,7 @@ def gradients_of_chunk(
     m = rows((inputs, targets)) // copies
     inputs, targets = tree_map(lambda t: t.detach(), (inputs, targets))
     before = [p._version for p in parameters.values()]
-    found = ENGINES[known(engine)](model, loss, parameters, inputs, targets, copies) if m else {}
+    found = ENGINES[engine](model, loss, parameters, inputs, targets, copies) if m else {}
     if before != [p._version for p in parameters.values()]:
         raise ModelMixError(
             "the model changes its trained parameters while it runs (max_norm?): only steps may do that."

@@ -19,8 +19,6 @@ from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.engines.chunk import Loss, gradients_of_chunk, sum_of_chunk
 
 _TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
-
-
 _CHECKED = 32  # samples on which both are compared
 _BACKEND = "inductor"
 

@@ -15,11 +15,10 @@ from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.engines.choice import choose, quiet
 from modelmix.training.engines.chunk import Loss, check_rows, known, rows, sum_of_chunk
 from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, require_equal, same_tensors
-from modelmix.training.engines.layers import rule_for
+from modelmix.training.engines.layers import rule_for, wide
 from modelmix.training.parameters import FlatParameters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
 
 _PROBE = 4
 
@@ -143,10 +142,6 @@ def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _in_full(loss: Loss) -> Loss:
     """A loss that is given its outputs in float32, where they come in less."""
-
-    def wide(t: Tensor) -> Tensor:
-        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
-
     return lambda outputs, targets: loss(tree_map(wide, outputs), targets)
 
 

@@ -33,7 +33,8 @@ def _samples(t: Tensor, copies: int) -> Tensor:
     return t.reshape(t.shape[0] // copies, copies * t.shape[1:-1].numel(), t.shape[-1])
 
 
-def _wide(t: Tensor) -> Tensor:
+def wide(t: Tensor) -> Tensor:
+    """In float32, where it comes in less."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
@@ -41,15 +42,15 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     """For every sample the matrix product, summed in float32 or wider."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(_wide(a), _wide(b))
+    return torch.bmm(wide(a), wide(b))
 
 
 def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     a, b = _samples(x, copies), _samples(g, copies)
     if a.shape[1] == 1:
-        back = _wide(b[:, 0])
-        return {"weight": Outer(back, _wide(a[:, 0])), "bias": Dense(back)}
-    return {"weight": Dense(_products(b.transpose(1, 2), a)), "bias": Dense(_wide(b).sum(1))}
+        back = wide(b[:, 0])
+        return {"weight": Outer(back, wide(a[:, 0])), "bias": Dense(back)}
+    return {"weight": Dense(_products(b.transpose(1, 2), a)), "bias": Dense(wide(b).sum(1))}
 
 
 def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
@@ -64,12 +65,12 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
     if isinstance(layer, nn.Conv1d):  # an image of one line
         x, g = x[:, :, None], g[:, :, None]
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), [0, *padding], (1, *dilation)
-    bias = Dense(_wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
+    bias = Dense(wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
     geometry = kernels.Geometry.of([*kernel, *stride, *padding, *dilation, layer.groups, copies])
     if kernels.has_kernels(x):
         found = Windows(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
         written = not choice.in_registers(x, found.back, geometry)
-        return {"weight": Dense(found.dense()) if written else found, "bias": bias}
+        return {"weight": Dense(found.dense(), written=True) if written else found, "bias": bias}
     weight = _conv_weight(x, g, geometry)
     return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": bias}
 
@@ -77,7 +78,7 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
 def _conv_weight(x: Tensor, g: Tensor, geometry: kernels.Geometry) -> Tensor:
     """Where there are no kernels: windows of the image and matrix products."""
     kernel, stride, padding, dilation, groups, copies = geometry
-    x, g = _wide(x), _wide(g)
+    x, g = wide(x), wide(g)
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     m, positions = x.shape[0] // copies, g.shape[2] * g.shape[3]
     weight = x.new_empty(m, g.shape[1], x.shape[1] // groups, *kernel)
@@ -106,7 +107,7 @@ def reparametrised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copie
     found = convolution(layer, values, x, g, copies)
     names = _of_used_weight(layer)
     used: Callable[..., Tensor] = layer.used_weight  # type: ignore[assignment]
-    back = vjp(used, *(_wide(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
+    back = vjp(used, *(wide(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
     through = vmap(back)(found["weight"].dense())
     return {**found, **{name: Dense(t) for name, t in zip(names, through, strict=True)}}
 
@@ -124,21 +125,21 @@ def _affine(product: Tensor, g: Tensor, shape: tuple[int, ...], dims: tuple[int,
 
 def group_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.GroupNorm)
-    x, g = _wide(x), _wide(g)
+    x, g = wide(x), wide(g)
     shape = (x.shape[0] // copies, copies, x.shape[1], x.shape[2:].numel())
     return _affine(g * F.group_norm(x, layer.num_groups, eps=layer.eps), g, shape, (1, 3))
 
 
 def instance_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.modules.instancenorm._InstanceNorm)
-    x, g = _wide(x), _wide(g)
+    x, g = wide(x), wide(g)
     shape = (x.shape[0] // copies, copies, x.shape[1], x.shape[2:].numel())
     return _affine(g * F.instance_norm(x, eps=layer.eps), g, shape, (1, 3))
 
 
 def layer_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.LayerNorm)
-    x, g = _wide(x), _wide(g)
+    x, g = wide(x), wide(g)
     positions = copies * x.shape[1 : x.dim() - len(layer.normalized_shape)].numel()
     shape = (x.shape[0] // copies, positions, *layer.normalized_shape)
     return _affine(g * F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, shape, (1,))
@@ -147,7 +148,7 @@ def layer_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: i
 def embedding(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.Embedding)
     index = _samples(x.long()[..., None], copies)
-    g = _wide(_samples(g, copies))
+    g = wide(_samples(g, copies))
     if layer.padding_idx is not None:
         g = g * (index != layer.padding_idx)
     if index.shape[1] <= min(layer.num_embeddings, _LONGEST):
@@ -205,7 +206,7 @@ def any_layer(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: in
 
     with any_speed():
         rows = vmap(one, randomness="error")(x, g)
-    summed = {name: _wide(t).reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
+    summed = {name: wide(t).reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
     return {name.removeprefix("layer."): Dense(t) for name, t in summed.items()}
 
 

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modelmix.training.kernels.sizes import next_power_of_two
-
 
 @triton.jit
 def _powers(
@@ -36,7 +34,7 @@ def _powers(
 def powers(rows: Tensor, norm: int) -> Tensor:
     """Of every row the sum of |value|^norm, in float64."""
     m, width = rows.shape
-    block = min(1024, max(16, next_power_of_two(width)))
+    block = min(1024, max(16, triton.next_power_of_2(width)))
     splits = min(triton.cdiv(width, block), max(1, 4096 // max(1, m)))
     out = torch.empty(m, splits, dtype=torch.float64, device=rows.device)
     _powers[(m, splits)](rows, out, width, splits, norm, block, triton.cdiv(width, block * splits))

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from modelmix.training.kernels import Geometry
-from modelmix.training.kernels.sizes import next_power_of_two
 
 
 @triton.jit
@@ -291,10 +290,10 @@ def _launch(x: Tensor, g: Tensor, geometry: Geometry, widest: int) -> _Launch:
     _, channels, height, width = x.shape
     kernel, stride, padding, dilation, groups, copies = geometry
     inside, outside, taps = channels // groups, g.shape[1] // groups, kernel[0] * kernel[1]
-    padded = next_power_of_two(inside) if inside < 16 else -(-inside // 16) * 16
-    block_o = min(64, max(16, next_power_of_two(outside)))
-    block_j = min(widest if block_o > 16 else 256, max(16, next_power_of_two(taps * padded)))
-    block_q = min(64, max(16, next_power_of_two(copies * g.shape[2] * g.shape[3])))
+    padded = triton.next_power_of_2(inside) if inside < 16 else -(-inside // 16) * 16
+    block_o = min(64, max(16, triton.next_power_of_2(outside)))
+    block_j = min(widest if block_o > 16 else 256, max(16, triton.next_power_of_2(taps * padded)))
+    block_q = min(64, max(16, triton.next_power_of_2(copies * g.shape[2] * g.shape[3])))
     precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
     tiles = groups * triton.cdiv(outside, block_o) * triton.cdiv(taps * padded, block_j)
     sizes = (height, width, g.shape[2], g.shape[3], inside, padded, outside)
@@ -337,7 +336,7 @@ def conv_clipped_sum(
         what was scaled and added.
     """
     m, tiles, block_o, arguments = _launch(x, g, geometry, 64)
-    part = min(_PART, next_power_of_two(m))
+    part = min(_PART, triton.next_power_of_2(m))
     parts = triton.cdiv(m, part)
     shape = (parts, g.shape[1], *geometry.kernel, x.shape[1] // geometry.groups)
     out = torch.empty(shape, dtype=torch.float64, device=x.device)
