@@ -186,7 +186,7 @@ class Outer(Gradients):
     def _in_blocks(self, scale: Tensor, bound: float) -> tuple[Tensor, Tensor]:
         """For a processor, a few samples at a time."""
         total = scale.new_zeros(self.back.shape[1], self.seen.shape[1])
-        cut = torch.zeros(self.samples, dtype=torch.int64)
+        cut = torch.zeros_like(scale, dtype=torch.int64)
         room = _CACHE * min(4, torch.get_num_threads()) // 8
         # A sample none of whose coordinates reaches the bound is as good as not truncated.
         tops = [t.abs().amax(1).double() for t in (self.back, self.seen)] if bound < math.inf else [scale, scale]

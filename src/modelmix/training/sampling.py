@@ -40,7 +40,8 @@ def pieces(indices: Tensor, chunk: int, pad: bool = True) -> Iterator[tuple[Tens
         if part.numel() == 0:
             return
         missing = chunk - part.numel() if pad else 0
-        weights = torch.cat([torch.ones(part.numel(), dtype=torch.float64), torch.zeros(missing, dtype=torch.float64)])
+        weights = torch.zeros(part.numel() + missing, dtype=torch.float64, device="cpu")
+        weights[: part.numel()] = 1.0
         yield torch.cat([part, part[:1].expand(missing)]), weights
 
 

@@ -388,9 +388,10 @@ class Trainer:
         inside = {id(p) for m in self._model.modules() if isinstance(m, _NORM_LAYERS) for p in m.parameters()}
         named = {name: id(p) in inside for name, p in self._model.named_parameters() if p.requires_grad}
         flags = [
-            torch.full((size,), named[name]) for name, size in zip(self._flat.names, self._flat.sizes, strict=True)
+            torch.full((size,), named[name], device=self._device)
+            for name, size in zip(self._flat.names, self._flat.sizes, strict=True)
         ]
-        return torch.cat(flags).to(self._device)
+        return torch.cat(flags)
 
     # Checks.
 
