@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import kernels
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine, hooks, sum_of_chunk
-from modelmix.training.engines.layers import RULES
-from modelmix.training.gradients import Dense, Windows
+from modelmix.training.engines.layers import RULES, reparametrised, standardised
+from modelmix.training.gradients import Dense, Outer, Windows
 from modelmix.training.kernels import choice
 from modelmix.training.parameters import FlatParameters
 
@@ -103,6 +104,42 @@ def test_both_passes_of_clipping(m, width, bound, norm):
     assert torch.equal(cut.long(), torch.zeros_like(cut).long() if wanted_cut is None else wanted_cut)
 
 
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(1, 70), st.sampled_from([None, 0.01, 0.3]))
+@settings(max_examples=15)
+def test_the_sum_of_outer_products(m, rows, columns, bound):
+    torch.manual_seed(m + rows + columns)
+    back, seen = torch.randn(m, rows), torch.randn(m, columns).to(torch.float16)
+    scale = torch.rand(m, dtype=torch.float64)
+    scale[0], back[0, 0] = 0, math.inf  # what is scaled by 0 adds nothing
+    limit = None if bound is None else wide(bound)
+    total, cut = kernels.outer_sum(back, seen, scale, limit)
+    wanted, wanted_cut = Outer(back.double(), seen.double()).clipped_sum(scale, limit)
+    assert total.shape == wanted.shape
+    assert (total - wanted).abs().max() <= 1e-12 * (1 + wanted.abs().max())
+    assert torch.equal(cut.long(), torch.zeros_like(cut).long() if wanted_cut is None else wanted_cut)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (1, 2, 0), (2, 1, 1)])
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_standardised_convolution(everywhere, kernel, stride, padding, copies, bias):
+    torch.manual_seed(0)
+    layer = StandardisedConv2d(5, 20, kernel, stride, padding, bias)
+    with torch.no_grad():
+        layer.gain.copy_(torch.linspace(-1, 1, 20))
+        layer.gain[3] = 0
+    x = torch.randn(2 * copies, 5, 6, 7)
+    unit, r = layer.standardised(layer.weight)
+    before = layer._conv_forward(x, unit, None)
+    g = torch.randn_like(before)
+    with torch.no_grad():
+        found = standardised(layer, unit, r.flatten() * layer.gain, before, x, g, copies)
+        wanted = reparametrised(layer.double(), dict(layer.named_parameters()), x.double(), g.double(), copies)
+    for name, _ in layer.named_parameters():
+        assert (found[name].dense().double() - wanted[name].dense()).norm() <= 1e-5 * wanted[name].dense().norm()
+    torch.testing.assert_close(found["weight"].powers(2), Dense(found["weight"].dense().double()).powers(2))
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("channels", "groups", "size"), [(16, 16, (6, 5)), (32, 4, (3, 3)), (8, 1, (20, 30))])
 @pytest.mark.parametrize("far", [0.0, 1000.0])
@@ -136,6 +173,7 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
+        StandardisedConv2d(8, 8, 3, 1, 1),
         nn.GroupNorm(4, 8),
         nn.ReLU(),
         nn.Conv2d(8, 16, 3, 2, 1, bias=False),

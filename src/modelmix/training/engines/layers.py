@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -49,8 +50,38 @@ def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) 
     a, b = _samples(x, copies), _samples(g, copies)
     if a.shape[1] == 1:
         back = wide(b[:, 0])
-        return {"weight": Outer(back, wide(a[:, 0])), "bias": Dense(back)}
+        return {"weight": Outer(back, a[:, 0]), "bias": Dense(back)}
     return {"weight": Dense(_products(b.transpose(1, 2), a)), "bias": Dense(wide(b).sum(1))}
+
+
+def standardised(
+    layer: nn.Conv2d, unit: Tensor, factor: Tensor, before: Tensor, x: Tensor, g: Tensor, copies: int
+) -> dict[str, Gradients]:
+    """A convolution with kernels gain * (W - mean) * r, r = 1 / sqrt(fan_in * (variance + eps)), by our kernel.
+
+    With G the gradient of the used kernel, that of W is gain * r * (G - mean(G) - <G, unit> * unit), row by row. Both
+    numbers of a row come from images, without G: its sum is that of g times the sums over windows of x, and <G, unit>,
+    the gradient of the gain, that of g times what the layer gives without gain and bias.
+
+    Args:
+        unit: (W - mean) * r, out x in x kernel; factor: gain * r, one number for every output channel.
+        before: the layer's output without gain and bias.
+    """
+    m, (height, width) = x.shape[0] // copies, layer.kernel_size
+    padding = [int(k) for k in layer.padding]
+    # Of all that a window holds, zeros of the padding included.
+    mean = F.avg_pool2d(wide(x).sum(1, keepdim=True), layer.kernel_size, layer.stride, padding) / x.shape[1]
+    back = wide(g)
+
+    def summed(t: Tensor) -> Tensor:
+        return t.sum((2, 3)).reshape(m, copies, -1).sum(1)
+
+    slope, bias = summed(back * wide(before)), summed(back)
+    geometry = kernels.Geometry.of([height, width, *layer.stride, *padding, 1, 1, 1, copies])
+    found, squares = kernels.conv_standardised(
+        x, g.to(x.dtype), geometry.numbers(), factor, unit.movedim(1, -1), summed(back * mean), slope
+    )
+    return {"weight": Dense(found.movedim(-1, 2), True, squares), "gain": Dense(slope), "bias": Dense(bias)}
 
 
 def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
@@ -168,6 +199,21 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: layer_norm,
     nn.Embedding: embedding,
 }
+
+
+def is_standardised(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether ``standardised`` is its rule: a convolution that says how its weight is standardised.
+
+    Its method ``standardised(weight)`` gives (W - mean) * r and r; the kernel used is that times ``gain``.
+    """
+    return (
+        isinstance(layer, nn.Conv2d)
+        and hasattr(layer, "standardised")
+        and _of_used_weight(layer) == ["weight", "gain"]
+        and (layer.padding_mode, layer.dilation, layer.groups) == ("zeros", (1, 1), 1)
+        and not isinstance(layer.padding, str)
+        and all(2 * int(p) <= k for p, k in zip(layer.padding, layer.kernel_size, strict=True))
+    )
 
 
 def rule_for(layer: nn.Module) -> Rule | None:

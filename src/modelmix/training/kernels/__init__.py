@@ -69,6 +69,25 @@ def _weight_shape(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[int, ...]:
     return (g.shape[1], *geometry[:2], x.shape[1] // geometry[-2])
 
 
+@torch.library.custom_op("modelmix::conv_standardised", mutates_args=())
+def conv_standardised(
+    x: Tensor, g: Tensor, geometry: list[int], factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    from modelmix.training.kernels import convolution
+
+    numbers = (t.float().contiguous() for t in (factor, unit, shift, slope))
+    return convolution.conv_standardised(x, g, Geometry.of(geometry), *numbers)
+
+
+@conv_standardised.register_fake
+def _(
+    x: Tensor, g: Tensor, geometry: list[int], factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    m = shift.shape[0]
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    return x.new_empty(m, *unit.shape, dtype=dtype), x.new_empty(m, dtype=torch.float64)
+
+
 @torch.library.custom_op("modelmix::conv_powers", mutates_args=())
 def conv_powers(x: Tensor, g: Tensor, geometry: list[int], norm: int) -> Tensor:
     from modelmix.training.kernels import convolution
@@ -135,6 +154,18 @@ def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tens
 @clipped_sum.register_fake
 def _(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
     return scale.new_empty(rows.shape[1]), scale.new_empty(rows.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("modelmix::outer_sum", mutates_args=())
+def outer_sum(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    from modelmix.training.kernels import clipping
+
+    return clipping.outer_sum(back.contiguous(), seen.contiguous(), scale, bound)
+
+
+@outer_sum.register_fake
+def _(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    return scale.new_empty(back.shape[1], seen.shape[1]), torch.empty_like(scale, dtype=torch.int32)
 
 
 @torch.library.custom_op("modelmix::group_norm", mutates_args=())

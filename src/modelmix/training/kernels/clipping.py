@@ -100,3 +100,60 @@ def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tens
         rows, scale, scale if bound is None else bound, out, cut, m, width, group, bound is not None, block_m, block
     )
     return out.sum(0), cut
+
+
+_MOST_SUMS = 2**22
+
+
+@triton.jit
+def _outer_sum(
+    back,
+    seen,
+    scale,
+    bounds,
+    out,
+    cut,
+    samples,
+    rows,
+    columns,
+    PART: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    part = tl.program_id(2).to(tl.int64)
+    total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float64)
+    if TRUNCATE:
+        bound = tl.load(bounds)
+    for s in range(PART):
+        # Beyond the last sample the last one is read again and scaled by 0.
+        m = tl.minimum(part * PART + s, samples - 1)
+        factor = tl.where(part * PART + s < samples, tl.load(scale + m), 0.0)
+        # What is scaled by 0 may be infinite, and must add nothing.
+        a = tl.where(factor > 0, tl.load(back + m * rows + r, mask=r < rows, other=0.0).to(tl.float32), 0.0)
+        b = tl.where(factor > 0, tl.load(seen + m * columns + c, mask=c < columns, other=0.0).to(tl.float32), 0.0)
+        value = (a.to(tl.float64) * factor)[:, None] * b.to(tl.float64)[None, :]
+        if TRUNCATE:
+            tl.atomic_add(cut + m, tl.sum(tl.sum((tl.abs(value) > bound).to(tl.int32), 1), 0))
+            value = tl.minimum(tl.maximum(value, -bound), bound)
+        total += value
+    place = (part * rows + r.to(tl.int64))[:, None] * columns + c[None, :]
+    tl.store(out + place, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+def outer_sum(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``clipped_sum`` of the outer products of the rows of back and seen, none of which is written down."""
+    (m, rows), columns = back.shape, seen.shape[1]
+    block_r, block_c = min(16, triton.next_power_of_2(rows)), 64
+    # Samples that a program adds up: more where the sums of all parts would take much memory.
+    part = max(64, triton.next_power_of_2(triton.cdiv(m * rows * columns, _MOST_SUMS)))
+    parts = max(1, triton.cdiv(m, part))
+    out = torch.empty(parts, rows, columns, dtype=torch.float64, device=back.device)
+    cut = torch.zeros(m, dtype=torch.int32, device=back.device)
+    _outer_sum[(triton.cdiv(columns, block_c), triton.cdiv(rows, block_r), parts)](
+        back, seen, scale, scale if bound is None else bound, out, cut, m, rows, columns,
+        part, bound is not None, block_r, block_c, num_warps=1,
+    )  # fmt: skip
+    return out.sum(0), cut

@@ -8,6 +8,8 @@ are needed; sums over positions are kept in float32.
 second computes them anew, scales, truncates and adds them up in registers, in float64. Where a layer has few positions
 and many weights that is far less work for the memory. The sum holds to the clip only if both see the same numbers, so
 the second measures again, and whoever calls both compares.
+
+``conv_standardised`` writes the gradients of a weight that is standardised before use, and measures what it wrote.
 """
 
 from __future__ import annotations
@@ -154,6 +156,67 @@ def _conv_weight(
     )  # fmt: skip
     row = out + ((n * GROUPS + group) * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
     tl.store(row, sums, mask=(o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :])
+
+
+@triton.jit
+def _conv_standardised(
+    x,
+    g,
+    out,
+    powers,
+    factor,
+    unit,
+    shift,
+    slope,
+    xn,
+    xc,
+    xh,
+    xw,
+    gn,
+    gc,
+    gh,
+    gw,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    CI: tl.constexpr,
+    CIP: tl.constexpr,
+    CO: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COPIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    x, g, group, o, tap, i = _place(x, g, tile, n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J)
+    sums = _sums(
+        x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H, W, OH, OW, CI, CO,
+        KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
+    )  # fmt: skip
+    inside = (o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :]
+    row = (group * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
+    place = n * GROUPS * CO + group * CO + o
+    a = tl.load(shift + place, mask=o < CO, other=0.0)
+    b = tl.load(slope + place, mask=o < CO, other=0.0)
+    f = tl.load(factor + group * CO + o, mask=o < CO, other=0.0)
+    value = f[:, None] * (sums - a[:, None] - b[:, None] * tl.load(unit + row, mask=inside, other=0.0))
+    # Rounded first, measured after: the bound holds for what is read back.
+    kept = tl.where(inside, value, 0.0).to(out.dtype.element_ty)
+    tl.store(out + n * GROUPS * CO * (KH * KW * CI) + row, kept, mask=inside)
+    wide = kept.to(tl.float64)
+    tl.store(powers + (n * tl.num_programs(1) + tile) * BLOCK_O + tl.arange(0, BLOCK_O), tl.sum(wide * wide, 1))
 
 
 @triton.jit
@@ -313,6 +376,28 @@ def conv_weight(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     if out.numel():
         _conv_weight[(m, tiles)](x, g, out, *arguments, num_warps=4)
     return out
+
+
+def conv_standardised(
+    x: Tensor, g: Tensor, geometry: Geometry, factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """factor * (G - shift - slope * unit) for the gradients G that ``conv_weight`` writes, and its squared norms.
+
+    Args:
+        factor: of every output channel, in float32 like all that follow.
+        unit: out x kernel x (in / groups).
+        shift, slope: of every sample and output channel.
+
+    Returns:
+        m x out x kernel x (in / groups), in bfloat16 if the images are and else in float32; the sum of squares of what
+        was written for each sample, in float64.
+    """
+    m, tiles, block_o, arguments = _launch(x, g, geometry, 128)
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    out = torch.empty(m, *unit.shape, dtype=dtype, device=x.device)
+    squares = torch.empty(m, tiles * block_o, dtype=torch.float64, device=x.device)
+    _conv_standardised[(m, tiles)](x, g, out, squares, factor, unit, shift, slope, *arguments, num_warps=4)
+    return out, squares.sum(1)
 
 
 def conv_powers(x: Tensor, g: Tensor, geometry: Geometry, norm: int) -> Tensor:
