@@ -65,6 +65,7 @@ class Compiled:
         x, y = tree_map(lambda t: t[few], (inputs, targets))
         plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
         self._parameters: Stamps = []
+        self._clip = clip
         case = (parameters, inputs, targets, weights, *clip.limits_on(device))
         self._graph: torch.cuda.CUDAGraph | None = None
         problem: Exception | None = None
@@ -115,9 +116,13 @@ class Compiled:
         if not same_tensors(stamps, self._parameters):
             torch._foreach_copy_(list(self._case[0].values()), list(parameters.values()))
             self._parameters = stamps
-        case = (inputs, targets, weights, *clip.limits_on(weights.device))
-        for mine, theirs in zip(tree_leaves(self._case[1:]), tree_leaves(case), strict=True):
+        *case, c, bound = self._case[1:]
+        for mine, theirs in zip(tree_leaves(case), tree_leaves([inputs, targets, weights]), strict=True):
             mine.copy_(theirs)
+        if clip != self._clip:  # every launch that is saved counts where chunks are short
+            for mine, theirs in zip((c, bound), clip.limits_on(weights.device), strict=True):
+                mine.copy_(theirs)
+            self._clip = clip
         if self._graph is None:
             return ClippedSum(*self._compute(), weights > 0)
         self._graph.replay()

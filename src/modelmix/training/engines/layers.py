@@ -79,7 +79,13 @@ def standardised(
     slope, bias = summed(back * wide(before)), summed(back)
     geometry = kernels.Geometry.of([height, width, *layer.stride, *padding, 1, 1, 1, copies])
     found, squares = kernels.conv_standardised(
-        x, g.to(x.dtype), geometry.numbers(), factor, unit.movedim(1, -1), summed(back * mean), slope
+        x,
+        g.to(x.dtype),
+        geometry.numbers(),
+        wide(factor),
+        wide(unit).movedim(1, -1).contiguous(),
+        summed(back * mean),
+        slope,
     )
     return {"weight": Dense(found.movedim(-1, 2), True, squares), "gain": Dense(slope), "bias": Dense(bias)}
 
