@@ -16,6 +16,7 @@ from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
+from modelmix.cli.results import results
 from modelmix.cli.train import train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
@@ -46,7 +47,7 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce)
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce, results)
 _COMMANDS = {command.__name__: command for command in _ALL}
 for _command in _COMMANDS.values():
     app.command()(_command)
