@@ -59,7 +59,7 @@ def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knob
         from modelmix.training import Performance
 
     performance = Performance(**knobs._asdict())
-    performance.find_device()
+    performance.find_device()  # one that is not there is refused before anything begins
     # Seeds last: a table fills row by row, and runs that share data and a network follow each other.
     runs = [Run.of(row, kind, seed, choice.steps, choice.batch) for row, kind in pairs for seed in seeds]
     done, failed = _carry_out(runs, out, data_dir, performance)
@@ -75,11 +75,11 @@ def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knob
 def _carry_out(
     runs: Sequence[Run], out: Path, data_dir: Path | None, performance: Any
 ) -> tuple[list[Result], list[dict[str, str]]]:
-    from modelmix.experiments.reproduction import carry_out, clear, reason
+    from modelmix.experiments.reproduction import carry_out, reason, tidy
     from modelmix.experiments.store import Store
 
     _plan(runs, out)
-    store = Store(data_dir, performance.find_device())
+    store = Store(data_dir, performance)
     done: list[Result] = []
     failed: list[dict[str, str]] = []
     for i, run in enumerate(runs, start=1):
@@ -98,7 +98,7 @@ def _carry_out(
         except Exception as error:  # whatever it was, it must not cost the runs that follow
             failed.append({"run": run.name, "why": reason(error)})
             _say(f"{head}: FAILED: {failed[-1]['why']}")
-        clear(performance.find_device())
+        tidy(store, failed=bool(failed) and failed[-1]["run"] == run.name)
     return done, failed
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from modelmix.data import DataSet
     from modelmix.experiments.preparation import Prepared
     from modelmix.training import Performance, Schedule, Trainer
+    from modelmix.training.engines import Engine
 
 DEFAULT = Path(__file__).parent / "recipes" / "default.toml"
 
@@ -282,11 +283,13 @@ class Recipe:
         resume: bool = False,
         performance: Performance | None = None,
         tested: bool = True,
+        engine: Engine | None = None,
     ) -> Trainer:
         """The trainer of this recipe on a data set, or on what ``prepare`` made of one for it.
 
         Args:
             tested: False keeps the test set away from the training; ``Trainer.evaluate`` can be given it afterwards.
+            engine: see ``Trainer``.
         """
         import torch
         from torch import nn
@@ -338,6 +341,7 @@ class Recipe:
             name=self.name,
             about=about,
             performance=performance,
+            engine=engine,
         )
 
 

@@ -93,7 +93,14 @@ def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Re
     began = time.monotonic()
     with _folder(run, out) as folder:
         prepared = store.prepared(run.recipe, folder)
-        trainer = run.recipe.trainer(prepared, folder=folder, resume=True, performance=performance, tested=False)
+        trainer = run.recipe.trainer(
+            prepared,
+            folder=folder,
+            resume=True,
+            performance=performance,
+            tested=False,
+            engine=store.engine(run.recipe, prepared),
+        )
         every = -(-run.recipe.steps // _CHECKPOINTS)
         trainer.run(max(0, run.recipe.steps - trainer.step), evaluate_every=every)
         result = _result(run, trainer, prepared, performance, began)
@@ -151,10 +158,12 @@ def hardware(device: torch.device) -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
-def clear(device: torch.device) -> None:
+def tidy(store: Store, failed: bool) -> None:
     """Gives back what the last run held, so that the next one finds a free device."""
+    if failed:
+        store.forget_engines()
     gc.collect()
-    if device.type == "cuda":
+    if store.device.type == "cuda":
         torch.cuda.empty_cache()
 
 

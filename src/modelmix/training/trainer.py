@@ -72,6 +72,8 @@ class Trainer:
         seed: makes the run repeatable, for tests only.
         folder: where the run is kept; with ``resume`` a run that is there goes on where it stopped.
         performance: speed and memory.
+        engine: made earlier for a model of the same builder and these samples, with what it has compiled; None makes
+            one.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Trainer:
         name: str = "run",
         about: Mapping[str, Any] | None = None,
         performance: Performance | None = None,
+        engine: engines.Engine | None = None,
     ) -> None:
         self._performance = performance or Performance()
         self._device = self._performance.find_device()
@@ -133,7 +136,9 @@ class Trainer:
         self._rule.check(first)
         self._classes = self._count_classes()
         self._check_samples()
-        self._engine = engines.Engine(
+        if engine is not None:
+            engine.require_fit(model)
+        self._engine = engine or engines.Engine(
             model,
             loss,
             self._source.head(3),

@@ -71,6 +71,20 @@ class Engine:
         if self.name == "hooks":
             _say_what_is_slow(model)
 
+    def require_fit(self, model: nn.Module) -> None:
+        """Refuses to serve a model that may differ from this engine's own in more than the values that are trained.
+
+        What a module does beyond its parameters cannot be seen: that both come from the same builder is for the caller
+        to know.
+        """
+
+        def form(model: nn.Module) -> Any:
+            return repr(model), [(name, p.shape, p.dtype, p.device) for name, p in model.named_parameters()]
+
+        fixed = any(not p.requires_grad for p in model.parameters()) or any(True for _ in model.buffers())
+        if fixed or form(model) != form(self._original):
+            raise ModelMixError("this engine was made for another model: leave engine out.")
+
     def __call__(
         self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip, copies: int = 1
     ) -> ClippedSum:
