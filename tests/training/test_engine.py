@@ -293,3 +293,14 @@ def test_another_default_device_changes_nothing_on_a_processor(p):
     with torch.device("meta"):
         trainer.run(3, progress=False)
     assert bool(torch.isfinite(trainer.state.last).all())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_is_replayed_unless_it_drops_something(fast_compiler, dropout):
+    model, x, y = Words(), torch.randint(0, 20, (6, 7)), torch.arange(6)
+    model.block.self_attn.dropout = dropout
+    flat, one = FlatParameters(model), torch.ones(6, dtype=torch.float64)
+    engine = Engine(model, F.cross_entropy, (x, y), name="hooks", compiled=True)
+    engine(flat.views(flat.read()), x, y, one, Clip(1.0))
+    (found,) = engine._compiled.values()
+    assert found._draws is (dropout > 0)

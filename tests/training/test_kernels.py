@@ -69,11 +69,13 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
     geometry = kernels.Geometry(
         layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, copies
     ).numbers()
-    found = kernels.conv_weight(x, g, geometry).permute(0, 1, 4, 2, 3)
+    found, squares = kernels.conv_weight(x, g, geometry)
+    found = found.permute(0, 1, 4, 2, 3)
     wanted = RULES[nn.Conv2d](layer, {}, x.double(), g.double(), copies)["weight"].dense()
     assert found.dtype == torch.float32
     assert found.shape == wanted.shape
     assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+    torch.testing.assert_close(squares, Dense(found.double()).powers(2), rtol=1e-12, atol=0)
     # And without ever being written down, to be measured and to be summed.
     scale, norm = torch.rand(m, dtype=torch.float64), 1 + seed % 2
     first = kernels.conv_powers(x, g, geometry, norm)
@@ -232,6 +234,22 @@ def test_a_sum_of_other_numbers_than_were_measured_is_no_sum(everywhere, monkeyp
     monkeypatch.setattr(kernels, "conv_powers", lambda *a: genuine(*a) * (1 - 1e-6))
     g = Windows(g.seen, g.back, GEOMETRY)
     assert bool(torch.isnan(clip.at_once([g], one, *limits)[0]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_at_many_positions(everywhere, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.Flatten(), nn.Linear(35, 3))
+    x, y, one = torch.randn(3, 7, 4), torch.randint(0, 3, (3,)), torch.ones(3, dtype=torch.float64)
+    flat, clip = FlatParameters(model), Clip(0.3, 4)
+    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
+    engine = Engine(model, F.cross_entropy, (x, y), name="hooks", precision=str(dtype)[6:], compiled=False)
+    ours = engine(flat.views(flat.read()), x, y, one, clip)
+    assert (ours.total - right.total).norm() <= (1e-5 if dtype == torch.float32 else 0.03) * right.total.norm()
+    for i in range(3):  # what one sample adds, after all rounding
+        part = engine(flat.views(flat.read()), x, y, torch.eye(3, dtype=torch.float64)[i], clip).total
+        assert float(part.norm()) <= clip.c
+        assert float(part.abs().max()) <= clip.coordinate_bound
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 6, 3, padding=1, groups=2), nn.Conv1d(4, 3, 2, stride=2, dilation=2)])

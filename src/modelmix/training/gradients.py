@@ -299,9 +299,13 @@ class Windows(Gradients):
         weight = weight.movedim(-1, -3)
         return weight.squeeze(-2) if self.line else weight
 
+    def written(self) -> Dense:
+        """Computed now, and measured by the same kernel."""
+        values, squares = kernels.conv_weight(self.seen, self.back, self.geometry.numbers())
+        return Dense(self._shaped(values), True, squares)
+
     def dense(self) -> Tensor:
-        found: Tensor = kernels.conv_weight(self.seen, self.back, self.geometry.numbers())
-        return self._shaped(found)
+        return self.written().values
 
     def powers(self, norm: int) -> Tensor:
         self.measured[norm] = kernels.conv_powers(self.seen, self.back, self.geometry.numbers(), norm)

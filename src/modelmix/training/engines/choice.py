@@ -116,6 +116,8 @@ def quiet(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
 
 
 def _line(error: BaseException | None) -> str:

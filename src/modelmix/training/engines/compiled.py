@@ -97,7 +97,7 @@ class Compiled:
         self._case = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case)
         with torch.no_grad():
             trace = make_fx(line, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
-        self._draws = any(torch.Tag.nondeterministic_seeded in _tags(node) for node in trace.graph.nodes)
+        self._draws = any(_draws(node) for node in trace.graph.nodes)
         self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
         self._compute()
 
@@ -156,5 +156,11 @@ def same_tensors(a: Stamps, b: Stamps) -> bool:
     return len(a) == len(b) and all(p is q and v == w for (p, v), (q, w) in zip(a, b, strict=True))
 
 
-def _tags(node: torch.fx.Node) -> Any:
-    return getattr(node.target, "tags", ())
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation draws random numbers. Attention says that it may, and does if it drops something."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+    dropped = {a.name: given.get(a.name, a.default_value) for a in arguments}.get("dropout_p")
+    return dropped != 0.0

@@ -39,19 +39,15 @@ def wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """For every sample the matrix product, summed in float32 or wider."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(wide(a), wide(b))
-
-
 def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     a, b = _samples(x, copies), _samples(g, copies)
     if a.shape[1] == 1:
         back = wide(b[:, 0])
         return {"weight": Outer(back, a[:, 0]), "bias": Dense(back)}
-    return {"weight": Dense(_products(b.transpose(1, 2), a)), "bias": Dense(wide(b).sum(1))}
+    bias = Dense(wide(b).sum(1))
+    if kernels.has_kernels(a) and a.dtype != torch.float16:  # whose range is too small to be written down in
+        return {"weight": Dense(kernels.products(b.transpose(1, 2), a), written=True), "bias": bias}
+    return {"weight": Dense(torch.bmm(wide(b.transpose(1, 2)), wide(a))), "bias": bias}
 
 
 def standardised(
@@ -107,7 +103,7 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
     if kernels.has_kernels(x):
         found = Windows(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
         written = not choice.in_registers(x, found.back, geometry)
-        return {"weight": Dense(found.dense(), written=True) if written else found, "bias": bias}
+        return {"weight": found.written() if written else found, "bias": bias}
     weight = _conv_weight(x, g, geometry)
     return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": bias}
 
@@ -145,7 +141,7 @@ def reparametrised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copie
     names = _of_used_weight(layer)
     used: Callable[..., Tensor] = layer.used_weight  # type: ignore[assignment]
     back = vjp(used, *(wide(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
-    through = vmap(back)(found["weight"].dense())
+    through = vmap(back)(wide(found["weight"].dense()))
     return {**found, **{name: Dense(t) for name, t in zip(names, through, strict=True)}}
 
 

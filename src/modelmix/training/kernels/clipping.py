@@ -136,19 +136,26 @@ def _outer_sum(
     total = tl.zeros((BLOCK_M, BLOCK_R, BLOCK_C), dtype=tl.float64)
     if TRUNCATE:
         bound = tl.load(bounds).to(tl.float32)
-    for start in range(0, PART, BLOCK_M):
-        m = part * PART + start + tl.arange(0, BLOCK_M)
-        factor = tl.load(scale + m, mask=m < samples, other=0.0)
-        # What is scaled by 0 is not read: it may be infinite, and must add nothing.
-        live = (factor > 0)[:, None]
-        a = tl.load(back + m[:, None] * rows + r[None, :], mask=live & (r < rows)[None, :], other=0.0).to(tl.float32)
-        b = tl.load(seen + m[:, None] * columns + c[None, :], mask=live & (c < columns)[None, :], other=0.0)
-        value = (a * factor.to(tl.float32)[:, None])[:, :, None] * b.to(tl.float32)[:, None, :]
+    for start in range(0, PART, 2 * BLOCK_M):
+        flags = tl.zeros((BLOCK_M, BLOCK_R, BLOCK_C), dtype=tl.int32)  # as in ``_clipped_sum``
+        for turn in tl.static_range(2):
+            m = part * PART + start + turn * BLOCK_M + tl.arange(0, BLOCK_M)
+            factor = tl.load(scale + m, mask=m < samples, other=0.0)
+            # What is scaled by 0 is not read: it may be infinite, and must add nothing.
+            live = (factor > 0)[:, None]
+            a = tl.load(back + m[:, None] * rows + r[None, :], mask=live & (r < rows)[None, :], other=0.0)
+            b = tl.load(seen + m[:, None] * columns + c[None, :], mask=live & (c < columns)[None, :], other=0.0)
+            value = (a.to(tl.float32) * factor.to(tl.float32)[:, None])[:, :, None] * b.to(tl.float32)[:, None, :]
+            if TRUNCATE:
+                flags += (tl.abs(value) > bound).to(tl.int32) << (16 * turn)
+                value = tl.minimum(tl.maximum(value, -bound), bound)
+            total += value.to(tl.float64)
         if TRUNCATE:
-            count = tl.sum(tl.sum((tl.abs(value) > bound).to(tl.int32), 2), 1)
-            tl.atomic_add(cut + m, count, mask=(m < samples) & (count > 0))
-            value = tl.minimum(tl.maximum(value, -bound), bound)
-        total += value.to(tl.float64)
+            counts = tl.sum(tl.sum(flags, 2), 1)
+            for turn in tl.static_range(2):
+                m = part * PART + start + turn * BLOCK_M + tl.arange(0, BLOCK_M)
+                count = (counts >> (16 * turn)) & 0xFFFF
+                tl.atomic_add(cut + m, count, mask=(m < samples) & (count > 0))
     place = (part * rows + r.to(tl.int64))[:, None] * columns + c[None, :]
     tl.store(out + place, tl.sum(total, 0), mask=(r < rows)[:, None] & (c < columns)[None, :])
 
@@ -156,7 +163,9 @@ def _outer_sum(
 def outer_sum(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
     """``clipped_sum`` of the outer products of the rows of back and seen, none of which is written down."""
     (m, rows), columns = back.shape, seen.shape[1]
-    block_r, block_c = min(16, triton.next_power_of_2(rows)), 64
+    # As many rows at once as fill a block well: every coordinate costs a conversion to float64, padding as well.
+    block_r = next(b for b in (16, 8, 4, 2, 1) if 4 * triton.cdiv(rows, b) * b <= 5 * rows)
+    block_c = 1024 // block_r
     # Samples that a program adds up: more where the sums of all parts would take much memory.
     part = max(64, triton.next_power_of_2(triton.cdiv(m * rows * columns, _MOST_SUMS)))
     parts = max(1, triton.cdiv(m, part))

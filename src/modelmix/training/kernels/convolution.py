@@ -4,12 +4,11 @@ For sample n and output channel o, the gradient is a sum over positions q of g[n
 small matrix product for every sample. A program computes one tile of it, with the windows read from the image as they
 are needed; sums over positions are kept in float32.
 
-``conv_weight`` writes the tiles down. ``conv_powers`` and ``conv_clipped_sum`` never do: the first measures them, the
+``conv_weight`` writes the tiles down and measures what it wrote, after what a standardised weight makes of them where
+there is one. ``conv_powers`` and ``conv_clipped_sum`` never do: the first measures them, the
 second computes them anew, scales, truncates and adds them up in registers, in float64. Where a layer has few positions
 and many weights that is far less work for the memory. The sum holds to the clip only if both see the same numbers, so
 the second measures again, and whoever calls both compares.
-
-``conv_standardised`` writes the gradients of a weight that is standardised before use, and measures what it wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modelmix.training.kernels import Geometry
+from modelmix.training.kernels import Geometry, kept_as
 
 
 @triton.jit
@@ -116,53 +115,6 @@ def _conv_weight(
     x,
     g,
     out,
-    xn,
-    xc,
-    xh,
-    xw,
-    gn,
-    gc,
-    gh,
-    gw,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    CI: tl.constexpr,
-    CIP: tl.constexpr,
-    CO: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    DH: tl.constexpr,
-    DW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
-    n = tl.program_id(0).to(tl.int64)
-    x, g, group, o, tap, i = _place(
-        x, g, tl.program_id(1), n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J
-    )
-    sums = _sums(
-        x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H, W, OH, OW, CI, CO,
-        KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
-    )  # fmt: skip
-    row = out + ((n * GROUPS + group) * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
-    tl.store(row, sums, mask=(o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :])
-
-
-@triton.jit
-def _conv_standardised(
-    x,
-    g,
-    out,
     powers,
     factor,
     unit,
@@ -197,21 +149,23 @@ def _conv_standardised(
     BLOCK_O: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    STANDARDISED: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     x, g, group, o, tap, i = _place(x, g, tile, n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J)
-    sums = _sums(
+    value = _sums(
         x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H, W, OH, OW, CI, CO,
         KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
     )  # fmt: skip
     inside = (o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :]
     row = (group * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
-    place = n * GROUPS * CO + group * CO + o
-    a = tl.load(shift + place, mask=o < CO, other=0.0)
-    b = tl.load(slope + place, mask=o < CO, other=0.0)
-    f = tl.load(factor + group * CO + o, mask=o < CO, other=0.0)
-    value = f[:, None] * (sums - a[:, None] - b[:, None] * tl.load(unit + row, mask=inside, other=0.0))
+    if STANDARDISED:
+        place = n * GROUPS * CO + group * CO + o
+        a = tl.load(shift + place, mask=o < CO, other=0.0)
+        b = tl.load(slope + place, mask=o < CO, other=0.0)
+        f = tl.load(factor + group * CO + o, mask=o < CO, other=0.0)
+        value = f[:, None] * (value - a[:, None] - b[:, None] * tl.load(unit + row, mask=inside, other=0.0))
     # Rounded first, measured after: the bound holds for what is read back.
     kept = tl.where(inside, value, 0.0).to(out.dtype.element_ty)
     tl.store(out + n * GROUPS * CO * (KH * KW * CI) + row, kept, mask=inside)
@@ -364,39 +318,37 @@ def _launch(x: Tensor, g: Tensor, geometry: Geometry, widest: int) -> _Launch:
     return _Launch(x.shape[0] // copies, tiles, block_o, (*x.stride(), *g.stride(), *sizes, *moves))
 
 
-def conv_weight(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """m x out x kernel x (in / groups), in float32.
+class Standardised(NamedTuple):
+    """What a standardised weight makes of the gradient G of the kernels used: factor * (G - shift - slope * unit).
+
+    All in float32: factor, a number for every output channel; unit, out x kernel x (in / groups); shift and slope, of
+    every sample and output channel.
+    """
+
+    factor: Tensor
+    unit: Tensor
+    shift: Tensor
+    slope: Tensor
+
+
+def conv_weight(
+    x: Tensor, g: Tensor, geometry: Geometry, standardised: Standardised | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every sample's gradient, and the sum of squares of what was written for each, in float64.
 
     Args:
         x: m * copies images, channels second; g: the gradient of the loss with respect to the layer's output.
-    """
-    m, tiles, _, arguments = _launch(x, g, geometry, 128)
-    shape = (m, g.shape[1], *geometry.kernel, x.shape[1] // geometry.groups)
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if out.numel():
-        _conv_weight[(m, tiles)](x, g, out, *arguments, num_warps=4)
-    return out
-
-
-def conv_standardised(
-    x: Tensor, g: Tensor, geometry: Geometry, factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
-) -> tuple[Tensor, Tensor]:
-    """factor * (G - shift - slope * unit) for the gradients G that ``conv_weight`` writes, and its squared norms.
-
-    Args:
-        factor: of every output channel, in float32 like all that follow.
-        unit: out x kernel x (in / groups).
-        shift, slope: of every sample and output channel.
 
     Returns:
-        m x out x kernel x (in / groups), in bfloat16 if the images are and else in float32; the sum of squares of what
-        was written for each sample, in float64.
+        m x out x kernel x (in / groups), in bfloat16 if the images are and else in float32; m numbers.
     """
     m, tiles, block_o, arguments = _launch(x, g, geometry, 128)
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    out = torch.empty(m, *unit.shape, dtype=dtype, device=x.device)
-    squares = torch.empty(m, tiles * block_o, dtype=torch.float64, device=x.device)
-    _conv_standardised[(m, tiles)](x, g, out, squares, factor, unit, shift, slope, *arguments, num_warps=4)
+    shape = (m, g.shape[1], *geometry.kernel, x.shape[1] // geometry.groups)
+    out = torch.empty(shape, dtype=kept_as(x), device=x.device)
+    squares = torch.zeros(m, tiles * block_o, dtype=torch.float64, device=x.device)
+    if out.numel():
+        more = standardised or (squares,) * 4  # not read
+        _conv_weight[(m, tiles)](x, g, out, squares, *more, *arguments, standardised is not None, num_warps=4)
     return out, squares.sum(1)
 
 
