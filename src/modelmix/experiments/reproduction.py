@@ -162,8 +162,8 @@ def tidy(store: Store, failed: bool) -> None:
     """Gives back what the last run held, so that the next one finds a free device."""
     if failed:
         store.forget_engines()
-    gc.collect()
     if store.device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
