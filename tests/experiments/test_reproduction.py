@@ -214,6 +214,7 @@ def test_ctrl_c_keeps_everything(run, folder, monkeypatch):
         ours = Result.load(folder / "results" / "table1" / row / "paper-1.json")
         whole = Result.load(folder / "whole" / "table1" / row / "paper-1.json")
         assert (ours.accuracy, ours.epsilon, ours.ledger) == (whole.accuracy, whole.epsilon, whole.ledger)
+        assert 0 < ours.seconds["training"] <= ours.seconds["total"]
         models = [folder / root / "runs/table1" / row / "paper-1/model.pt" for root in ("results", "whole")]
         assert models[0].read_bytes() == models[1].read_bytes()
 
