@@ -329,12 +329,13 @@ def test_results_of_another_version_stay_as_they_are(run, folder, change, messag
 
 
 def test_a_rehearsal_is_never_a_result(run, folder):
-    code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "paper", "--steps", 2)
+    """Not even one that is as long as the run."""
+    code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "paper", "--steps", 6)
     assert code == 0
     assert "REHEARSAL, no results" in err
     assert "not a result, a rehearsal" in err
     found = Result.load(folder / "results/rehearsals/table1/one/paper-1.json")
-    assert (found.rehearsal, found.steps) == (True, 2)
+    assert (found.rehearsal, found.steps) == (True, 6)
     assert not (folder / "results/table1").exists()
     assert not (folder / "results/runs").exists()
     assert all(not row["runs"] for row in json.loads(run("results", "--json")[1])["tables"]["table1"])
