@@ -99,7 +99,8 @@ def images(n: int = 60):
 def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     first, second = load(tmp_path, "toml", TOML), load(tmp_path, suffix, YAML)
     assert first == second
-    without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "features", "normalise", "mean_clip", "square_clip"}
+    without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "prior", "features", "normalise"}
+    without |= {"mean_clip", "square_clip"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
@@ -171,7 +172,11 @@ def test_files_that_cannot_be_read(tmp_path):
 # Nonsense.
 
 NONSENSE = {
-    "unknown features": ({"features": "sift"}, "features = 'sift' is unknown: choose scatter, or leave it out"),
+    "unknown features": (
+        {"features": "sift"},
+        "features = 'sift' is unknown: choose scatter or prior, or leave it out",
+    ),
+    "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
     "normalised pixels": ({"normalise": "group"}, "normalise is for features"),
     "clips of no moments": (
         {"features": "scatter", "mean_clip": 1.0, "square_clip": 1.0},

@@ -14,6 +14,7 @@ from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
 from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
+from modelmix.cli.prior import prior
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
 from modelmix.cli.results import results
@@ -47,7 +48,7 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce, results)
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce, results, prior)
 _COMMANDS = {command.__name__: command for command in _ALL}
 for _command in _COMMANDS.values():
     app.command()(_command)

@@ -20,6 +20,8 @@ from modelmix.features import (
     group_normalise,
     private_channel_normalisation,
 )
+from modelmix.features.frozen import Frozen
+from modelmix.features.weights import Prior
 from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.training.randomness import Randomness
@@ -65,7 +67,7 @@ def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path
     """
     if recipe.features is None:
         return Prepared(data, device)
-    transform = Scattering(device=device)
+    transform = Scattering(device=device) if recipe.prior is None else Frozen(Prior.load(recipe.prior), device)
     train, test = (cached(transform, split.x) for split in (data.train, data.test))
     if recipe.normalise == "group":
         train, test = group_normalise(train), group_normalise(test)

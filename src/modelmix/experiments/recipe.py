@@ -38,7 +38,7 @@ MECHANISMS: Mapping[str, tuple[str, str, bool]] = {
     "released": ("gaussian", "released", True),
 }
 
-_FEATURES = ("scatter",)
+_FEATURES = ("scatter", "prior")
 _NORMALISATIONS = ("group", "private")
 _MIXING = ("mixing_width", "tau_over_eta", "tau")
 _POSITIVE = {
@@ -69,6 +69,9 @@ class Recipe:
     Exactly one of epsilon (the noise is then calibrated) and noise_multiplier is given, one of batch and sample_rate,
     and, for a mechanism that mixes, one of mixing_width (omega), tau_over_eta and tau.
 
+    prior is a file of ``modelmix prior``: the network starts from its weights, or, with features = "prior", is trained
+    on what it sees.
+
     features = "scatter" trains on the scattering features of the images. normalise = "group" makes every group of their
     channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
     moments released by noise of multiplier normalise_noise on channel means clipped to mean_clip and channel second
@@ -77,6 +80,7 @@ class Recipe:
 
     name: str = "run"
     data: str = "fashion-mini"
+    prior: str | None = None
     features: str | None = None
     normalise: str | None = None
     normalise_noise: float = 8.0
@@ -137,8 +141,12 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ModelMixError(f"{name} = {value!r} is unknown: choose {' or '.join(allowed)}, or leave it out.")
-        if self.normalise is not None and self.features is None:
-            raise ModelMixError("normalise is for features: give features as well, or leave it out.")
+        if self.normalise is not None and self.features != "scatter":
+            raise ModelMixError('normalise is for features = "scatter": give that as well, or leave it out.')
+        if self.prior is None and self.features == "prior":
+            raise ModelMixError('features = "prior" needs prior = FILE: make one with modelmix prior.')
+        if self.prior is not None and self.features == "scatter":
+            raise ModelMixError('a prior has features of its own: give features = "prior", or leave prior out.')
         clips = (self.mean_clip, self.square_clip)
         if (self.normalise == "private") != all(clip is not None for clip in clips) or (
             self.normalise != "private" and any(clip is not None for clip in clips)
@@ -295,6 +303,7 @@ class Recipe:
         from torch import nn
 
         from modelmix.experiments.preparation import Prepared, prepare
+        from modelmix.features.weights import Prior
         from modelmix.models import Pixels, build
         from modelmix.training import Performance, Trainer
         from modelmix.training.augment import AUGMENTATIONS
@@ -312,6 +321,10 @@ class Recipe:
             torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
             model = Pixels(build(self.model, data.shape, len(data.classes)))
             other = Pixels(build(self.model, data.shape, len(data.classes))) if self.second_start else None
+        if self.prior is not None and self.features is None:
+            if other is not None:
+                raise ModelMixError("a prior is one start: leave second_start out.")
+            Prior.load(self.prior).start(model.network)
         _, rule, _ = MECHANISMS[self.mechanism]
         about: dict[str, Any] = {"data": data.name, "model": self.model, "steps": self.steps, "recipe": self.as_dict()}
         about |= prepared.about

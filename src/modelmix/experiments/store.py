@@ -28,7 +28,7 @@ class Store:
         self.device = performance.find_device()
         self._source = ""
         self._data: DataSet | None = None
-        self._prepared: dict[tuple[str | None, str | None], Prepared] = {}
+        self._prepared: dict[tuple[str | None, ...], Prepared] = {}
         self._engines: dict[Any, Engine] = {}
 
     def prepared(self, recipe: Recipe, run: Path) -> Prepared:
@@ -39,7 +39,7 @@ class Store:
         if recipe.normalise == "private":
             recipe.plan(len(self._data.train))  # refuses a run that cannot pay, before its moments are released
             return prepare(recipe, self._data, self.device, run)
-        key = recipe.features, recipe.normalise
+        key = recipe.features, recipe.normalise, recipe.prior
         if key not in self._prepared:
             self._prepared[key] = prepare(recipe, self._data, self.device)
         return self._prepared[key]

@@ -1,0 +1,51 @@
+"""``modelmix prior``: a network that has learned to see from synthetic images, and from nothing else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modelmix.cli import show
+from modelmix.cli.options import Json
+
+
+def prior(
+    out: Annotated[Path, typer.Option(help="The file of weights to write, .npz.")] = Path("prior.npz"),
+    steps: Annotated[int, typer.Option(help="Steps of the lesson.")] = 10_000,
+    batch: Annotated[int, typer.Option(help="Images in a step, of which two views each are compared.")] = 1024,
+    images: Annotated[int, typer.Option(help="Synthetic images to make.")] = 200_000,
+    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 2e-3,
+    width: Annotated[int, typer.Option(help="Of the WRN-16 that learns.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of images, views and weights.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda; default: what is there.", show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """Train a network on synthetic images, to begin private training with. No data set is read.
+
+    \b
+    modelmix prior --out prior.npz
+    modelmix train recipe.toml        (with: prior = "prior.npz", and features = "prior" for a head on its features)
+    """
+    from modelmix.features.prior import Lesson, learn
+    from modelmix.features.weights import save
+    from modelmix.training import Performance
+
+    lesson = Lesson(images=images, steps=steps, batch=batch, lr=lr, width=width, seed=seed)
+    where = Performance(device=device).find_device()
+    start = time.monotonic()
+    losses: list[tuple[int, float]] = []
+
+    def said(step: int, loss: float) -> None:
+        losses.append((step, loss))
+        print(f"step {step:,} of {steps:,}: loss {loss:.3f}, {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+    save(learn(lesson, where, said), lesson, out)
+    seconds = round(time.monotonic() - start, 1)
+    if json:
+        print(show.as_json({"file": str(out), "loss": losses[-1][1], "seconds": seconds, "losses": losses}))
+        return
+    print(f"written: {out} ({out.stat().st_size / 2**20:.1f} MiB), the last loss {losses[-1][1]:.3f}")
