@@ -16,6 +16,7 @@ from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
+from modelmix.cli.theory import theory
 from modelmix.cli.train import train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
@@ -50,7 +51,9 @@ _ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reprod
 _COMMANDS = {command.__name__: command for command in _ALL}
 for _command in _COMMANDS.values():
     app.command()(_command)
-app.add_typer(data, name="data")
+_GROUPS = {"data": data, "theory": theory}
+for _name, _group in _GROUPS.items():
+    app.add_typer(_group, name=_name)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in (*_COMMANDS, "data") else ""
+        name = arguments[0] if arguments[0] in (*_COMMANDS, *_GROUPS) else ""
         _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 
