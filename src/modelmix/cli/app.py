@@ -10,6 +10,7 @@ import typer
 
 from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
+from modelmix.cli.clip_advice import clip_advice
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
 from modelmix.cli.data import data
@@ -47,10 +48,10 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce)
-_COMMANDS = {command.__name__: command for command in _ALL}
-for _command in _COMMANDS.values():
-    app.command()(_command)
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report, reproduce)
+_COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
 _GROUPS = {"data": data, "theory": theory}
 for _name, _group in _GROUPS.items():
     app.add_typer(_group, name=_name)

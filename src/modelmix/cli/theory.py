@@ -148,6 +148,27 @@ def convergence(out: Out = Path("convergence.png"), json: Json = False) -> None:
     )
 
 
+@theory.command()
+def example(
+    clip: Annotated[float, typer.Option(help="Clip c.")] = 1.0,
+    json: Json = False,
+) -> None:
+    """Example 3.1: three samples on which clipped descent goes the wrong way when c is far below the noise."""
+    from modelmix.theory import clipping
+
+    rows = [clipping.example(w, clip) for w in (20.0, 0.0)]
+    rest = clipping.clipped_minimum(clip)
+    if json:
+        print(show.as_json({"rows": [asdict(row) for row in rows], "rests_at": rest, "optimum": 20.0}))
+        return
+    show.table(
+        f"f = (w - x)^2/2 on x = -20, -10, 90, clipped to c = {clip:g}",
+        ["w", "gradient", "mean clipped gradient", "noise std"],
+        [[f"{r.w:g}", f"{r.gradient:g}", f"{r.clipped_gradient:.4f}", f"{r.noise_std:.1f}"] for r in rows],
+        [f"Descent on the clipped gradients comes to rest at w = {rest:.4g}; the optimum is 20."],
+    )
+
+
 def _tell(title: str, bounds: dict[str, utility.Bound], facts: dict[str, Any], notes: list[str], as_json: bool) -> None:
     """Bounds beside each other, a row for every term."""
     if as_json:

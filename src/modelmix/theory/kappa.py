@@ -24,15 +24,17 @@ START = math.log(10)
 """The bound is asked for from kappa * START on."""
 
 
-def tail_constant(noise: ArrayLike) -> float:
-    """The smallest kappa for which the bound holds on these noise norms |xi_i|, all n of them with equal weight.
+def tail_constant(noise: ArrayLike, weights: ArrayLike | None = None) -> float:
+    """The smallest kappa for which the bound holds on these noise norms |xi_i|, of equal weight if none is given.
 
     With t_1 <= ... <= t_n and tails (n-i+1)/n: the largest of t_i / log(1/tail) where the tail is at most 1/10, and of
     t_i / log 10 where it is more.
     """
-    t = _sorted(noise)
-    n = t.size
-    tail = np.arange(n, 0, -1) / n
+    t = np.asarray(noise, dtype=np.float64).ravel()
+    share = np.ones_like(t) if weights is None else np.asarray(weights, dtype=np.float64).ravel()
+    order = np.argsort(t[share > 0])
+    t, share = _sorted(t[share > 0]), share[share > 0][order]
+    tail = np.minimum(1.0, np.cumsum(share[::-1])[::-1] / share.sum())
     return float(np.max(t / np.maximum(-np.log(tail), START)))
 
 
