@@ -11,12 +11,15 @@ import typer
 
 from modelmix.cli import show
 from modelmix.cli.options import Json
+from modelmix.cli.randomness import randomness
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
 from modelmix.privacy.calibration import calibrate
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory import utility
 
 theory = typer.Typer(help="The paper's theorems as answers: utility, clipping, amplification, other randomness.")
+
+theory.command()(randomness)
 
 Out = Annotated[Path, typer.Option(help="Figure file; .png and .svg are written.")]
 N = Annotated[int, typer.Option("--n", help="Samples.")]
