@@ -9,18 +9,34 @@ from typing import Annotated
 import typer
 
 from modelmix.cli import show
+from modelmix.cli.data import DataDir
 from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
 
 
 def reproduce(
-    what: Annotated[str, typer.Argument(help="fig3", metavar="WHAT")],
+    what: Annotated[str, typer.Argument(help="fig2 or fig3", metavar="WHAT")],
+    data_set: Annotated[
+        str | None,
+        typer.Option("--data", help="fig2: cifar10, svhn, ...; left out, the embedded images.", show_default=False),
+    ] = None,
+    data_dir: DataDir = None,
+    model: Annotated[str | None, typer.Option(help="fig2: another network.", show_default=False)] = None,
+    seeds: Annotated[int | None, typer.Option(help="fig2: runs of every line; default 3.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(help="fig2: fewer or more steps.", show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Folder for the figure and the numbers.")] = Path("results"),
     json: Json = False,
 ) -> None:
     """Recompute a figure of the paper and set our numbers beside the printed ones."""
+    if what == "fig2":
+        from modelmix.cli.fig2 import reproduce_fig2
+
+        reproduce_fig2(out, data=data_set, data_dir=data_dir, model=model, seeds=seeds, steps=steps, json=json)
+        return
     if what != "fig3":
-        raise ModelMixError(f"{what!r} cannot be reproduced: choose fig3.")
+        raise ModelMixError(f"{what!r} cannot be reproduced: choose fig2 or fig3.")
+    if any(given is not None for given in (data_set, data_dir, model, seeds, steps)):
+        raise ModelMixError("fig3 trains nothing: leave out --data, --data-dir, --model, --seeds and --steps.")
     from modelmix.experiments import fig3
     from modelmix.report import figure3
 

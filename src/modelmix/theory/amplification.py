@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.laws import Gaussian, Laplace, Law, known
+from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed, known
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.quadrature import panel_rule
 from modelmix.privacy.validation import positive, probability, whole
@@ -141,8 +141,6 @@ def gaussian_width_needed(z: float, steps: int, delta: float) -> float:
 
 
 def _mixed(base: Law, omega: float) -> Law:
-    from modelmix.privacy.laws import Mixed
-
     return Mixed(base, omega) if omega > 0 else base
 
 

@@ -281,7 +281,7 @@ class Sphere:
                 change = np.nan_to_num(np.abs(fine / coarse - 1), nan=np.inf)
             settled = change < 1e-6
             self._require_growth(k[settled])
-            log_a[near] = np.where(settled, np.minimum(plain[near], fine * (1 + 10 * change + 1e-12)), plain[near])
+            log_a[near] = np.where(settled, np.minimum(plain[near], fine * (1 + 10 * change + 1e-9)), plain[near])
         return sampled_curve(log_a, self.sample_rate, 0)
 
     def _require_growth(self, orders: Array) -> None:

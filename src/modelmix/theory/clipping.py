@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy import special
 
 from modelmix.errors import ModelMixError
 from modelmix.privacy.validation import positive
@@ -128,8 +129,6 @@ class NormHistogram:
     @property
     def floor(self) -> float:
         """Counts below this are taken for noise: some empty bin exceeds it with probability 1/20 at most."""
-        from scipy import special
-
         return float(-self.noise_std * special.ndtri(0.05 / (EDGES.size + 1)))
 
     @property

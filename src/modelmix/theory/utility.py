@@ -28,8 +28,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from scipy import optimize
-
 from modelmix.errors import ModelMixError
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import at_least_zero, positive, probability, rate, whole
@@ -169,6 +167,8 @@ def convex_printed(setting: Setting, *, lipschitz: float, smoothness: float, dis
 
 def best_convex_step(setting: Setting, *, lipschitz: float, smoothness: float, distance: float) -> float:
     """The step size h that makes ``convex`` smallest, tau/h held fixed; h = gamma/sqrt(T) as in the theorem."""
+    from scipy import optimize  # a fifth of a second, which other commands need not wait for
+
     ratio = setting.tau / setting.step_size
 
     def total(log_h: float) -> float:
@@ -333,6 +333,8 @@ def threshold(kappa: float, scale: float) -> float:
     c >= 4 kappa log 10  and  c/(2 kappa) - log((c/4 + kappa)^2 / c) >= 0.4 - log K, which keeps the bias a2 of clipping
     below c*K. Scales with the loss, as a threshold for gradients must.
     """
+    from scipy import optimize
+
     positive("kappa", kappa, "the tail constant")
     positive("K", scale, "the scale of the rate")
     least = 4 * kappa * math.log(10)
