@@ -76,6 +76,20 @@ def test_mean_and_variance_fall_like_one_over_tau_without_logarithms(law):
     assert variances == pytest.approx([variances[-1]] * 3, rel=0.05)
 
 
+def test_the_lemma_for_gaussian_noise_hides_small_constants():
+    """Mean and variance over what stands in the paper's O(...), with the smallest rho it allows: 0.06 and less."""
+    ratios = []
+    for z in (0.7, 1.0, 3.0):
+        for omega in (100.0, 1e3, 1e5):
+            assert omega > max(2 * z * math.log(omega) + 2, math.exp(3 / z), 2)  # the lemma's condition
+            log_rho = 1 / z + math.sqrt(2 * math.log(omega))
+            found = closed.loss_moments(Mixed(Gaussian(z), omega))
+            ratios.append(found.mean * omega / (log_rho**2 + z * log_rho))
+            ratios.append(found.variance * omega / (log_rho / z**3 + log_rho**3 / z + z * log_rho))
+    assert min(ratios) > 0.005
+    assert max(ratios) < 0.06
+
+
 def test_the_lemma_for_laplace_noise_holds():
     """Everywhere on this grid, and it is four times too large at best."""
     ratios = []
