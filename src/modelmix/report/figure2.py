@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from modelmix.report import style
+from modelmix.report.words import up
 
 if TYPE_CHECKING:
     from modelmix.experiments.fig2 import Curve
@@ -35,7 +36,7 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> list[Path]:
             for i, curve in enumerate(chosen):
                 colour, shape = _LOOKS[private, i]
                 rows = 100 * np.array(curve.accuracy)
-                name = curve.arm.name + (f" (epsilon {curve.epsilon:.2f})" if private else "")
+                name = curve.arm.name + (f" (epsilon {up(curve.epsilon, 2)})" if private else "")
                 axes.fill_between(curve.steps, rows.min(0), rows.max(0), color=colour, alpha=0.15, linewidth=0)
                 axes.plot(curve.steps, np.median(rows, axis=0), shape, color=colour, label=name)
             axes.set(xlabel="steps", title="with noise" if private else "without noise")
