@@ -187,7 +187,7 @@ def _kept(file: Path, data: str, setup: Setup) -> dict[str, Any]:
 
 
 HOW = (
-    "With noise: every line has the Gaussian noise at which plain DP-SGD has epsilon 8 by Renyi moments; mixing comes on top, "
-    "so its own epsilon is smaller, and its total noise larger.",
+    "With noise: every line has the Gaussian noise at which plain DP-SGD has epsilon 8 by Renyi moments; mixing comes "
+    "on top, so its own epsilon is smaller, and its total noise larger.",
     "epsilon: the smallest proved. Beside it, what a plain Gaussian of the same total variance would have.",
 )
