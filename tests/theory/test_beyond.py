@@ -14,7 +14,7 @@ import modelmix as mm
 from modelmix.experiments import beyond as experiment
 from modelmix.privacy.laws import Gaussian, Mixed
 from modelmix.privacy.moments import log_moments
-from modelmix.theory import beyond
+from modelmix.theory import beyond, localised, rounding, sphere
 from modelmix.theory.worth import fisher_information
 
 ORDERS = np.array([2.0, 3.0, 8.0, 20.0])
@@ -96,13 +96,13 @@ def test_atoms_too_far_apart_are_refused_and_rightly():
 def test_a_sphere_in_one_dimension_is_two_points():
     for z, radius in ((1.0, 1.0), (0.6, 0.3)):
         law = beyond.Discrete(z, (-radius, radius), (0.5, 0.5))
-        found = beyond.sphere_log_moments(z, radius, 1, 1.0, ORDERS)
+        found = sphere.sphere_log_moments(z, radius, 1, 1.0, ORDERS)
         assert found == pytest.approx(log_moments(law, 1.0, ORDERS), rel=1e-8)
 
 
 @pytest.mark.parametrize(("d", "radius"), [(2, 1.5), (3, 2.0), (10, 3.0), (400, 20.0), (26_010, 40.0)])
 def test_a_sphere_lies_between_its_noise_and_a_gaussian_of_its_variance(d, radius):
-    found = beyond.sphere_log_moments(1.0, radius, d, 1.0, ORDERS)
+    found = sphere.sphere_log_moments(1.0, radius, d, 1.0, ORDERS)
     assert np.all(found < gaussian_moments(1.0))
     assert np.all(found > gaussian_moments(1 + radius**2 / d) * (1 - 1e-9))
     if d > 10_000:  # many dimensions: a sphere is a Gaussian to anyone who sees one direction
@@ -123,17 +123,17 @@ def test_a_sphere_by_monte_carlo():
     ratio = np.exp(log_g(x - np.array([1.0, 0, 0])) - log_g(x))
     assert ratio.mean() == pytest.approx(1, abs=5 * ratio.std() / math.sqrt(n))
     squares = ratio**2
-    found = math.exp(beyond.sphere_log_moments(z, radius, d, 1.0, np.array([2.0]))[0])
+    found = math.exp(sphere.sphere_log_moments(z, radius, d, 1.0, np.array([2.0]))[0])
     assert squares.mean() == pytest.approx(found, abs=5 * squares.std() / math.sqrt(n))
 
 
 def test_epsilon_of_a_sphere():
     plain = mm.epsilon(mm.Mechanism(1.0, 0.05), 1e-5, steps=200)
-    small, large = (beyond.Sphere(1.0, radius, 0.05, 10).epsilon(1e-5, 200) for radius in (0.1, 3.0))
+    small, large = (sphere.Sphere(1.0, radius, 0.05, 10).epsilon(1e-5, 200) for radius in (0.1, 3.0))
     twin = mm.epsilon(mm.Mechanism(math.sqrt(1.9), 0.05), 1e-5, steps=200)
     assert small == pytest.approx(plain, rel=0.01)
     assert twin < large < small <= plain * (1 + 1e-9)
-    one = beyond.Sphere(1.0, 1.0, 0.05, 1).epsilon(1e-5, 200)
+    one = sphere.Sphere(1.0, 1.0, 0.05, 1).epsilon(1e-5, 200)
     law = beyond.Discrete(1.0, (-1.0, 1.0), (0.5, 0.5))
     assert one == pytest.approx(mm.epsilon(beyond.coordinatewise(law, 0.05), 1e-5, steps=200), rel=1e-6)
 
@@ -144,12 +144,12 @@ def test_a_sphere_on_which_a_shorter_gradient_is_worse_would_be_refused(monkeypa
     def made_up(z: float, radius: float, d: int, shift: float, orders: np.ndarray, cells: int = 4) -> np.ndarray:
         return np.asarray(orders * (orders - 1) * shift * (1.2 - shift))
 
-    assert beyond.Sphere(1.0, 1.0, 0.1, 3).epsilon(1e-5, 10) > 0
-    monkeypatch.setattr(beyond, "sphere_log_moments", made_up)
+    assert sphere.Sphere(1.0, 1.0, 0.1, 3).epsilon(1e-5, 10) > 0
+    monkeypatch.setattr(sphere, "sphere_log_moments", made_up)
     with pytest.raises(mm.UnprovedError, match="shorter gradient"):
-        beyond.Sphere(1.0, 1.0, 0.1, 3).epsilon(1e-5, 10)
+        sphere.Sphere(1.0, 1.0, 0.1, 3).epsilon(1e-5, 10)
     with pytest.raises(mm.ModelMixError, match="at most 60 z"):
-        beyond.Sphere(0.1, 50.0, 0.1, 3)
+        sphere.Sphere(0.1, 50.0, 0.1, 3)
 
 
 def stochastic_round(x: np.ndarray, grid: float, coins: np.ndarray) -> np.ndarray:
@@ -167,19 +167,19 @@ def test_with_the_same_coins_rounding_moves_a_coordinate_by_one_spacing_more_at_
 
 def test_rounding():
     plain = mm.Mechanism(1.0, 0.1)
-    assert beyond.rounded_after_noise(plain) is plain
-    before = beyond.rounded_before_noise(plain, 0.01, 100)
+    assert rounding.rounded_after_noise(plain) is plain
+    before = rounding.rounded_before_noise(plain, 0.01, 100)
     assert before.noise_multiplier == pytest.approx(1 / 1.1)
     assert mm.epsilon(before, 1e-5, steps=10) > mm.epsilon(plain, 1e-5, steps=10)
-    assert beyond.spacing("bf16", 1.0) == 2**-7
-    assert beyond.spacing("fp8-e4m3", 3.0) == 0.25
-    assert beyond.dithered(plain, 0.5) == mm.Mechanism(1.0, 0.1, 0.5)
+    assert rounding.spacing("bf16", 1.0) == 2**-7
+    assert rounding.spacing("fp8-e4m3", 3.0) == 0.25
+    assert rounding.dithered(plain, 0.5) == mm.Mechanism(1.0, 0.1, 0.5)
     with pytest.raises(mm.UnprovedError, match="not randomised at all"):
-        beyond.rounding_as_noise()
+        rounding.rounding_as_noise()
     with pytest.raises(mm.UnprovedError):
-        beyond.rounded_before_noise(mm.Mechanism(1.0, 0.1, 2.0), 0.1, 10)
+        rounding.rounded_before_noise(mm.Mechanism(1.0, 0.1, 2.0), 0.1, 10)
     with pytest.raises(mm.ModelMixError, match="choose one of"):
-        beyond.spacing("int4", 1.0)
+        rounding.spacing("int4", 1.0)
 
 
 def test_sums_on_the_grid_are_not_randomised_and_dither_randomises_every_sum():
@@ -195,13 +195,13 @@ def test_sums_on_the_grid_are_not_randomised_and_dither_randomises_every_sum():
 
 
 def test_multiplicative_randomness_gets_an_example_not_a_number():
-    assert beyond.bounded_example().least_delta(1) == pytest.approx(0.2)
-    assert beyond.bounded_example().least_delta(10) == pytest.approx(1 - 0.8**10)
-    assert beyond.erasing_example(32, 32, (16, 16)).least_delta(1) == pytest.approx(1 - 1 / 289)
-    assert beyond.dropout_example(0.5, 3).least_delta(1) == pytest.approx(1 - 0.125)
-    for what in beyond.MULTIPLICATIVE:
+    assert localised.bounded_example().least_delta(1) == pytest.approx(0.2)
+    assert localised.bounded_example().least_delta(10) == pytest.approx(1 - 0.8**10)
+    assert localised.erasing_example(32, 32, (16, 16)).least_delta(1) == pytest.approx(1 - 1 / 289)
+    assert localised.dropout_example(0.5, 3).least_delta(1) == pytest.approx(1 - 0.125)
+    for what in localised.MULTIPLICATIVE:
         with pytest.raises(mm.UnprovedError, match="added, and independent"):
-            beyond.multiplicative(what)
+            localised.multiplicative(what)
 
 
 def test_dropout_does_nothing_to_the_worst_sample():

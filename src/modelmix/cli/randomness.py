@@ -13,7 +13,7 @@ from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
 from modelmix.privacy.mechanism import Mechanism
-from modelmix.theory import beyond
+from modelmix.theory import beyond, localised, rounding, sphere
 
 _ADDED = {
     "langevin": "standard deviation of Langevin noise",
@@ -24,7 +24,7 @@ _ADDED = {
     "rounding-before": "spacing, or give --format and --largest",
     "rounding-after": "any",
 }
-KINDS = (*_ADDED, *beyond.MULTIPLICATIVE)
+KINDS = (*_ADDED, *localised.MULTIPLICATIVE)
 
 
 def randomness(
@@ -40,7 +40,7 @@ def randomness(
     steps: Annotated[int, typer.Option(help="Number of steps T.")] = 200,
     d: Annotated[int, typer.Option("--d", help="Trained coordinates (sphere, rounding).")] = 1000,
     number_format: Annotated[
-        str | None, typer.Option("--format", help=f"Rounding: {', '.join(beyond.FORMATS)}.")
+        str | None, typer.Option("--format", help=f"Rounding: {', '.join(rounding.FORMATS)}.")
     ] = None,
     largest: Annotated[float, typer.Option(help="Rounding: largest coordinate of a sum, in clips.")] = 1.0,
     keep: Annotated[float, typer.Option(help="Dropout: share of features kept.")] = 0.5,
@@ -61,7 +61,7 @@ def randomness(
         return
     plain = Mechanism(z, q)
     alone = renyi_epsilon(plain, delta, steps=steps)
-    if kind in beyond.MULTIPLICATIVE:
+    if kind in localised.MULTIPLICATIVE:
         _negative(kind, keep, steps, alone, json)
         return
     note = ""
@@ -69,10 +69,10 @@ def randomness(
         found = renyi_epsilon(beyond.langevin(plain, size), delta, steps=steps)
         note = "Gaussian as well: variances add, every direction is the same."
     elif kind == "sphere":
-        found = min(alone, beyond.Sphere(z, size, q, d).epsilon(delta, steps))
+        found = min(alone, sphere.Sphere(z, size, q, d).epsilon(delta, steps))
         note = f"rotation invariant: only the length of a gradient counts. Variance of a coordinate: {size**2 / d:.3g}."
     elif kind in ("uniform", "dither"):
-        found = renyi_epsilon(beyond.dithered(plain, size), delta, steps=steps)
+        found = renyi_epsilon(rounding.dithered(plain, size), delta, steps=steps)
         note = "an independent uniform in every coordinate: mixing with this width."
     elif kind == "two-point":
         law = beyond.Discrete(z, (-size, size), (0.5, 0.5))
@@ -81,11 +81,11 @@ def randomness(
             "convex in the squared size of a coordinate, on a grid finer than the noise: one coordinate is the worst."
         )
     elif kind == "rounding-after":
-        found = renyi_epsilon(beyond.rounded_after_noise(plain), delta, steps=steps)
+        found = renyi_epsilon(rounding.rounded_after_noise(plain), delta, steps=steps)
         note = "post-processing: free, and worth nothing."
     elif kind == "rounding-before":
-        grid = size if number_format is None else beyond.spacing(number_format, largest)
-        found = renyi_epsilon(beyond.rounded_before_noise(plain, grid, d), delta, steps=steps)
+        grid = size if number_format is None else rounding.spacing(number_format, largest)
+        found = renyi_epsilon(rounding.rounded_before_noise(plain, grid, d), delta, steps=steps)
         note = f"spacing {grid:.4g}: one sample moves the rounded sum by up to 1 + spacing * sqrt(d). A cost."
     else:
         raise ModelMixError(f"{kind!r} is unknown: choose one of {', '.join(KINDS)}.")
@@ -128,9 +128,13 @@ def _figure(out: Path, json: bool) -> None:
 
 def _negative(kind: str, keep: float, steps: int, alone: float, json: bool) -> None:
     """The demonstrated example instead of a number."""
-    examples = [beyond.bounded_example(), beyond.erasing_example(32, 32, (16, 16)), beyond.dropout_example(keep)]
+    examples = [
+        localised.bounded_example(),
+        localised.erasing_example(32, 32, (16, 16)),
+        localised.dropout_example(keep),
+    ]
     try:
-        beyond.multiplicative(kind)
+        localised.multiplicative(kind)
     except ModelMixError as error:
         reason = str(error)
     if json:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from modelmix.errors import UnprovedError
 from modelmix.privacy.accountant import epsilon
 from modelmix.privacy.mechanism import Mechanism
-from modelmix.theory import beyond
+from modelmix.theory import beyond, sphere
 
 Array = NDArray[np.float64]
 Z, RATE, STEPS, DELTA = 1.0, 0.05, 200, 1e-5
@@ -25,7 +25,7 @@ def _two_point(std: float) -> float:
 
 
 def _sphere(dimension: int) -> Callable[[float], float]:
-    return lambda std: beyond.Sphere(Z, std * math.sqrt(dimension), RATE, dimension).epsilon(DELTA, STEPS)
+    return lambda std: sphere.Sphere(Z, std * math.sqrt(dimension), RATE, dimension).epsilon(DELTA, STEPS)
 
 
 KINDS: dict[str, Callable[[float], float]] = {

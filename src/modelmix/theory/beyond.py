@@ -1,4 +1,4 @@
-r"""Randomness beyond noise (Section 4.5): what else a training step draws, and what that is worth.
+r"""Randomness beyond noise (Section 4.5): what else a training step adds to a gradient, and what that is worth.
 
 Randomness X that is *added*, *independent* of the samples given the past, and secret, can only help: with the Gaussian
 noise N it makes X + N, and epsilon of N alone holds in any case. How much it helps:
@@ -8,13 +8,8 @@ noise N it makes X + N, and epsilon of N alone holds in any case. How much it he
   over coordinates. One coordinate of size c is the worst gradient if the log-moments are convex in the squared size;
   ``require_convex`` checks that on a grid finer than the noise, and refuses where it fails, as it does for atoms that
   lie farther apart than the noise is wide.
-- **Uniform on a sphere** (saddle-point escape): coordinates are dependent, but X + N looks the same from every
-  direction, so only the length of the gradient counts. The moments are integrals over two dimensions; that they grow
-  with the length is checked.
-- **Stochastic rounding** is not independent of what it rounds: a value on the grid is not randomised at all. After the
-  noise it is post-processing, and free. Before the noise it *costs*: see ``rounded_before_noise``. Only subtractive
-  dither is additive, and is exactly mixing over one grid spacing.
-- **Multiplicative randomness** (dropout, erasing, augmentation) gets no number: see ``multiplicative``.
+
+Spheres are in ``sphere``, rounding in ``rounding``, and what gets no number in ``localised``.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +25,12 @@ from scipy import special
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.facts import CHECKED_ORDERS
-from modelmix.privacy.functions import log_bracket
 from modelmix.privacy.laws import Law
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.moments import log_moments
-from modelmix.privacy.renyi import epsilons, orders_at, refine, sampled_curve
-from modelmix.privacy.validation import at_least_zero, positive, probability, rate, whole
+from modelmix.privacy.validation import at_least_zero, positive
 
 Array = NDArray[np.float64]
-_ADDED = "randomness is added, and independent of the samples"
 _FINEST = 4000  # points of the grid on which convexity is looked at, at most
 
 
@@ -178,245 +170,3 @@ def coordinatewise(law: Discrete, sample_rate: float, p: int = 1) -> Mechanism:
     """The mechanism of Gaussian noise with this added; refused unless its worst gradient is known."""
     require_convex(law, 1 / math.sqrt(p))
     return Mechanism(law.z, sample_rate, p=p, law=Fixed(law))
-
-
-# Uniform on a sphere.
-
-
-def _log_radial(t: Array, d: int) -> Array:
-    """log of the mean of exp(t * cosine) over the sphere in d dimensions: log 0F1(; d/2; t^2/4)."""
-    if d == 1:
-        return np.asarray(np.logaddexp(t, -t) - math.log(2.0))
-    order = d / 2 - 1
-    scaled = special.ive(order, t)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        direct = special.gammaln(d / 2) + np.log(scaled) + t + order * (math.log(2.0) - np.log(t))
-    # Debye's uniform expansion, exact to 1/order^2 and better, where the Bessel function underflows.
-    nu = max(order, 1.0)
-    zz = np.maximum(t, 1e-300) / nu
-    root = np.sqrt(1 + zz * zz)
-    eta = root + np.log(zz / (1 + root))
-    u = 1 / root
-    debye = nu * eta - 0.5 * np.log(2 * math.pi * nu) - 0.25 * np.log1p(zz * zz)
-    debye = debye + np.log1p((3 * u - 5 * u**3) / (24 * nu) + (81 * u**2 - 462 * u**4 + 385 * u**6) / (1152 * nu**2))
-    uniform = special.gammaln(d / 2) + debye + order * (math.log(2.0) - np.log(np.maximum(t, 1e-300)))
-    small = t * t / (2 * d) - t**4 / (4 * d * d * (d + 2))
-    return np.where(t < 1e-2, small, np.where(np.isfinite(direct) & (scaled > 1e-290), direct, uniform))
-
-
-def sphere_log_moments(z: float, radius: float, dimension: int, shift: float, orders: Array, cells: int = 4) -> Array:
-    """log A_k of N(0, z^2 I) plus a uniform point on the sphere of ``radius``, for a gradient of length ``shift``.
-
-    By rotation the gradient lies along the first axis, and the integral is over that axis and the distance from it.
-    ``cells`` grid cells to a standard deviation. Orders whose integrand is not inside the grid are infinite.
-    """
-    k = np.asarray(orders, dtype=np.float64)
-    s, r, d = shift / z, radius / z, dimension  # in standard deviations of the noise
-    reach = 9.0
-    top = float(k.max())
-    x = np.arange(-r - reach, r + top * s + reach, 1 / cells)
-    log_weight = -math.log(cells)
-    if d == 1:
-        log_volume, rho = np.zeros((1, 1)), np.zeros((1, 1))
-    else:
-        centre = math.sqrt(d - 1)
-        low = max(0.0, centre - r - reach)
-        count = math.ceil((centre + r + reach - low) * cells)
-        nodes, weights = np.polynomial.legendre.leggauss(12)
-        edges = np.linspace(low, centre + r + reach, max(2, count // 8))
-        half = 0.5 * np.diff(edges)
-        rho = ((edges[:-1] + half)[:, None] + half[:, None] * nodes).reshape(1, -1)
-        log_w = np.log((half[:, None] * weights).reshape(1, -1))
-        log_surface = math.log(2) + 0.5 * (d - 1) * math.log(math.pi) - special.gammaln((d - 1) / 2)
-        log_volume = log_w + log_surface + (d - 2) * np.log(rho)
-
-    def log_g(first: Array) -> Array:
-        square = first * first + rho * rho
-        return np.asarray(
-            -0.5 * (square + r * r) - 0.5 * d * math.log(2 * math.pi) + _log_radial(r * np.sqrt(square), d)
-        )
-
-    log_f = log_g(x[:, None])
-    u = log_g(x[:, None] - s) - log_f
-    base = log_f + log_volume + log_weight
-    out = np.full(k.shape, np.inf)
-    for i, order in enumerate(k):
-        term = base + log_bracket(np.array([[order]]), u)
-        peak = float(term.max())
-        rim = max(float(term[0].max()), float(term[-1].max()))
-        if d > 1:
-            rim = max(rim, float(term[:, -1].max()), float(term[:, 0].max()) if rho[0, 0] > 0.5 else -math.inf)
-        if rim < peak - 25:
-            out[i] = np.logaddexp(0.0, peak + math.log(float(np.exp(term - peak).sum())))
-    return out
-
-
-@dataclass(frozen=True)
-class Sphere:
-    """Plain DP-SGD with a uniform point on a sphere added to the gradient: z, the radius (over the clip), q and d."""
-
-    z: float
-    radius: float
-    sample_rate: float
-    dimension: int
-
-    def __post_init__(self) -> None:
-        positive("z", self.z, "the noise multiplier")
-        positive("radius", self.radius, "the radius")
-        rate("q", self.sample_rate, "the sampling rate")
-        whole("d", self.dimension, "the number of trained coordinates", least=1)
-        if self.radius > 60 * self.z:
-            raise ModelMixError(f"radius = {self.radius:g} is not allowed: it must be at most 60 z.")
-
-    def curve(self) -> Array:
-        """kappa at ``orders_at(0)``; orders that cannot be integrated take the Gaussian alone, an upper bound."""
-        orders = orders_at(0)
-        plain = 0.5 * orders * (orders - 1) / self.z**2
-        log_a = plain.copy()
-        near = orders / self.z <= 40
-        if near.any():
-            k = orders[near]
-            coarse, fine = (sphere_log_moments(self.z, self.radius, self.dimension, 1.0, k, cells) for cells in (3, 4))
-            with np.errstate(invalid="ignore"):
-                change = np.nan_to_num(np.abs(fine / coarse - 1), nan=np.inf)
-            settled = change < 1e-6
-            self._require_growth(k[settled])
-            log_a[near] = np.where(settled, np.minimum(plain[near], fine * (1 + 10 * change + 1e-9)), plain[near])
-        return sampled_curve(log_a, self.sample_rate, 0)
-
-    def _require_growth(self, orders: Array) -> None:
-        """A shorter gradient must not be worse; looked at where the noise could see a difference."""
-        if not orders.size:
-            return
-        orders = orders[np.unique(np.linspace(0, orders.size - 1, 6).astype(int))]
-        lengths = np.linspace(0, 1, max(8, min(60, math.ceil(2 / self.z))) + 1)[1:]
-        h = np.array([sphere_log_moments(self.z, self.radius, self.dimension, s, orders, 3) for s in lengths])
-        if not np.all(np.diff(h, axis=0) > -1e-9 * h[-1]):
-            raise UnprovedError(
-                "the longest gradient is the worst one",
-                f"on a sphere of radius {self.radius / self.z:.2g} standard deviations in {self.dimension} dimensions "
-                "a shorter gradient has larger moments.",
-                "Use a smaller sphere or more noise; epsilon of the Gaussian alone always holds.",
-            )
-
-    def epsilon(self, delta: float, steps: int) -> float:
-        """epsilon after ``steps`` steps."""
-        delta = probability("delta", delta, "the failure probability")
-        steps = whole("steps", steps, "the number of steps", least=1)
-        orders, kappa = refine(orders_at(0), steps * self.curve())
-        return float(np.min(epsilons(orders, kappa, delta, "improved"))) * (1 + 1e-12)
-
-
-# Stochastic rounding.
-
-FORMATS = {"bf16": 7, "fp8-e4m3": 3, "fp8-e5m2": 2, "fp16": 10}
-"""Bits behind the point of the significand."""
-
-
-def spacing(number_format: str, largest: float) -> float:
-    """Distance of neighbouring numbers of a format at size ``largest``: 2^(floor(log2 largest) - bits)."""
-    if number_format not in FORMATS:
-        raise ModelMixError(f"format = {number_format!r} is unknown: choose one of {', '.join(FORMATS)}.")
-    return 2.0 ** (math.floor(math.log2(positive("largest", largest, "the largest size"))) - FORMATS[number_format])
-
-
-def rounded_after_noise(mechanism: Mechanism) -> Mechanism:
-    """Stochastic rounding of the noisy sum or of the state: post-processing. The same mechanism, for free."""
-    return mechanism
-
-
-def rounded_before_noise(mechanism: Mechanism, grid: float, dimension: int) -> Mechanism:
-    """Stochastic rounding of the clipped sum before the noise, to a grid of spacing ``grid`` (over the clip): a cost.
-
-    Rounding is monotone in its argument for every draw of its coins, so with the same coins one sample moves a
-    coordinate by at most |v_j| + grid, and the vector by at most 1 + grid * sqrt(d). Renyi divergence is jointly
-    quasi-convex, so the coins may be fixed: plain Gaussian noise of multiplier z/(1 + grid sqrt(d)).
-    """
-    if mechanism.mixed or mechanism.law != "gaussian":
-        raise UnprovedError(
-            "every coordinate of a clipped gradient is bounded",
-            "rounding before the noise changes which gradients are possible, and mixing counts on them.",
-            "Round after the noise, which is free.",
-        )
-    positive("grid", grid, "the spacing")
-    moved = 1 + grid * math.sqrt(whole("d", dimension, "the number of trained coordinates", least=1))
-    return Mechanism(mechanism.noise_multiplier / moved, mechanism.sample_rate)
-
-
-def rounding_as_noise() -> NoReturn:
-    """Stochastic rounding counted as randomness that hides: refused."""
-    raise UnprovedError(
-        _ADDED,
-        "stochastic rounding depends on what it rounds: two sums that lie on the grid are not randomised at all.",
-        "Round after the noise (free), or dither subtractively over one spacing, which is mixing with that width.",
-    )
-
-
-def dithered(mechanism: Mechanism, grid: float) -> Mechanism:
-    """Subtractive dither: round(x + U) - U with U uniform over one spacing leaves x plus an independent uniform.
-
-    U must be fresh and secret, and the sum released is x plus that uniform plus noise: ModelMix with omega = ``grid``.
-    """
-    if mechanism.mixed:
-        raise ModelMixError("this mechanism mixes already: the sum of two uniforms is not a uniform.")
-    positive("grid", grid, "the spacing")
-    return Mechanism(
-        mechanism.noise_multiplier, mechanism.sample_rate, grid, mechanism.p, mechanism.law, mechanism.dimension
-    )
-
-
-# The paper's negative answers.
-
-
-@dataclass(frozen=True)
-class Localised:
-    """Randomness that leaves a difference visible with probability ``visible`` in one step, and no noise.
-
-    Then the outputs can be told apart for certain whenever it is visible: no epsilon holds with a delta below
-    ``least_delta``, however large.
-    """
-
-    what: str
-    visible: float
-
-    def least_delta(self, steps: int) -> float:
-        """1 - (1 - visible)^T."""
-        return -math.expm1(steps * math.log1p(-self.visible)) if self.visible < 1 else 1.0
-
-
-def bounded_example(width: float = 5.0, shift: float = 1.0) -> Localised:
-    """Section 4.4: gradients 0 and 1 plus U[0, 5]. Whatever falls below 1 or above 5 gives the answer away."""
-    return Localised(f"U[0, {width:g}] on gradients that differ by {shift:g}", min(1.0, shift / width))
-
-
-def erasing_example(height: int, width: int, rectangle: tuple[int, int]) -> Localised:
-    """Section 4.5: two images that differ in one corner pixel, a random rectangle erased. Mostly it is still there."""
-    places = (height - rectangle[0] + 1) * (width - rectangle[1] + 1)
-    if places < 1:
-        raise ModelMixError("the rectangle does not fit into the image.")
-    return Localised(f"erasing {rectangle[0]} x {rectangle[1]} of {height} x {width} pixels", 1 - 1 / places)
-
-
-def dropout_example(keep: float, features: int = 1) -> Localised:
-    """Two samples that differ in ``features`` features, each kept with probability ``keep``."""
-    visible = 1 - (1 - rate("keep", keep, "the rate at which features are kept")) ** features
-    return Localised(f"dropout that keeps {keep:g} of {features} features", visible)
-
-
-MULTIPLICATIVE = ("dropout", "augmentation", "erasing", "cropping", "mixup")
-
-
-def multiplicative(what: str) -> NoReturn:
-    """Dropout, augmentation, erasing: no number, with noise or without.
-
-    They multiply what the sample brings, so the sample decides what is left: on a sample whose features are all zero
-    dropout does nothing, on an image that is one colour neither flips nor crops do, and its clipped gradient, the bias'
-    alone, is as long as any. For that sample the step is plain DP-SGD, and that is the epsilon that holds.
-    """
-    if what not in MULTIPLICATIVE:
-        raise ModelMixError(f"{what!r} is unknown: choose one of {', '.join(MULTIPLICATIVE)}.")
-    raise UnprovedError(
-        _ADDED,
-        f"{what} multiplies what a sample brings: there are samples which it does not change at all.",
-        "It may be used freely; count the Gaussian noise alone.",
-    )
