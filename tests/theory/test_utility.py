@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import modelmix as mm
 from modelmix.experiments import convergence
-from modelmix.theory import utility
+from modelmix.theory import nonconvex, utility
 from modelmix.theory.kappa import tail_constant
 from modelmix.theory.linear import LinearProblem, run
-from modelmix.theory.utility import Budget, Setting
+from modelmix.theory.nonconvex import Budget
+from modelmix.theory.utility import Setting
 
 STEPS = (64, 256, 1024)
 
@@ -112,25 +113,25 @@ def test_the_lemma_at_the_threshold_of_the_theorem():
     """c = 4 kappa log 10 gives 9/20 and c/20, whatever kappa."""
     for kappa in (0.01, 1.0, 30.0):
         c = 4 * kappa * math.log(10)
-        a = utility.descent(c, kappa)
+        a = nonconvex.descent(c, kappa)
         assert (a.a1, a.a3) == pytest.approx((9 / 20, c / 20))
     with pytest.raises(mm.ModelMixError, match="too small for kappa"):
-        utility.descent(3.99 * math.log(7), 1.0)
+        nonconvex.descent(3.99 * math.log(7), 1.0)
 
 
 @given(kappa=st.floats(0.01, 100), scale=st.floats(1e-12, 10))
 def test_the_threshold_keeps_the_bias_below_the_rate_and_scales(kappa, scale):
-    c = utility.threshold(kappa, scale)
+    c = nonconvex.threshold(kappa, scale)
     assert c >= 4 * kappa * math.log(10)
-    assert utility.descent(c, kappa).a2 <= c * scale
-    assert utility.threshold(3 * kappa, 3 * scale) == pytest.approx(3 * c, rel=1e-6)
+    assert nonconvex.descent(c, kappa).a2 <= c * scale
+    assert nonconvex.threshold(3 * kappa, 3 * scale) == pytest.approx(3 * c, rel=1e-6)
 
 
 def lemma_gap(noise: np.ndarray, gradient: np.ndarray, c: float, kappa: float) -> float:
     g = gradient + noise
     lengths = np.linalg.norm(g, axis=1)
     mean = (g * np.minimum(1, c / np.maximum(lengths, 1e-300))[:, None]).mean(0)
-    a, x = utility.descent(c, kappa), float(np.linalg.norm(gradient))
+    a, x = nonconvex.descent(c, kappa), float(np.linalg.norm(gradient))
     return float(gradient @ mean) + a.a2 - min(a.a1 * x * x, a.a3 * x)
 
 
@@ -166,12 +167,12 @@ def test_theorems_b_1_and_3_2_hold_on_a_loss_that_is_not_convex(mixing):
     setting = Setting(n, 0.2, d, steps, h, 0.2, tau=0.5 * h if mixing else 0.0, mixing=mixing)
     found = run(task, setting, 2 * rng.standard_normal(d), seeds=24, seed=1, watch=5)
     assert 4 * found.kappa * math.log(10) <= 6.0  # the clip that was run is one the theorem accepts
-    a = utility.descent(6.0, found.kappa)
+    a = nonconvex.descent(6.0, found.kappa)
     measured = np.minimum(a.a1 * found.gradient_norms**2, a.a3 * found.gradient_norms).mean(axis=1)
-    bound = utility.clipped(setting, clip=6.0, kappa=found.kappa, smoothness=task.smoothness, loss_range=1.0)
+    bound = nonconvex.clipped(setting, clip=6.0, kappa=found.kappa, smoothness=task.smoothness, loss_range=1.0)
     assert measured.mean() + 4 * measured.std(ddof=1) / math.sqrt(24) < bound.total
     # Were the noise twenty times what is stated, its terms alone would exceed the bound.
-    louder = utility.clipped(replace(setting, noise_std=4.0), clip=6.0, kappa=found.kappa,
+    louder = nonconvex.clipped(replace(setting, noise_std=4.0), clip=6.0, kappa=found.kappa,
                              smoothness=task.smoothness, loss_range=1.0)  # fmt: skip
     assert louder.terms["noise"] == pytest.approx(400 * bound.terms["noise"])
 
@@ -181,13 +182,13 @@ def test_the_printed_rate_of_theorem_b_1_follows_from_ours_with_one_draw_of_the_
     budget = Budget(50_000, 1000, 0.03, 8.0, 1e-5, 5.0, 2.0, 3.0)
     t, h = budget.ratio**-2, budget.step_size(mixing=False, printed=False)
     z = 1.3
-    v = utility.noise_constant(budget, z, t)
+    v = nonconvex.noise_constant(budget, z, t)
     setting = Setting(50_000, 0.03, 1000, round(t), h, z * 5.0 / 1500, mixing=False)
-    ours = utility.clipped(setting, clip=5.0, kappa=0.3, smoothness=2.0, loss_range=3.0)
+    ours = nonconvex.clipped(setting, clip=5.0, kappa=0.3, smoothness=2.0, loss_range=3.0)
     rate = 5.0 * budget.scale
     without_bias = ours.total - ours.terms["clipping"]
     assert without_bias == pytest.approx((v / 2 + 1.5 + 0.97 / 3000) * rate, rel=1e-4)
-    assert utility.clipped_printed(budget, v=v, mixing=False).total == pytest.approx((v / 2 + 2.5) * rate)
+    assert nonconvex.clipped_printed(budget, v=v, mixing=False).total == pytest.approx((v / 2 + 2.5) * rate)
     # With the step size and the second moment of the printed proof, its own terms are 1/q times larger than it says.
     printed_h = budget.step_size(mixing=False)
     assert 3.0 / (t * printed_h) + printed_h * (5.0 / 0.03) ** 2 == pytest.approx(1.5 * rate / 0.03)
@@ -210,7 +211,7 @@ def test_the_printed_threshold_cannot_be_right_at_kappa_one():
     the left side stays at 9/20 P(b)^2 while the right side goes to 0 with n.
     """
     c = 4 * math.log(10)
-    assert utility.threshold_printed(1.0, 1e-3) == utility.threshold_printed(1.0, 1e-12) == pytest.approx(c)
+    assert nonconvex.threshold_printed(1.0, 1e-3) == nonconvex.threshold_printed(1.0, 1e-12) == pytest.approx(c)
     b = c + 1
     chance_b = math.exp(-b)
     a = 1e-3
@@ -222,9 +223,9 @@ def test_the_printed_threshold_cannot_be_right_at_kappa_one():
     assert u * (1 - chance_b) + a * chance_a - c * chance_b == pytest.approx(0, abs=1e-18)
     left = min(9 / 20 * u * u, c / 20 * abs(u))
     budget = Budget(10**16, 1, 1.0, 1.0, 1e-5, c, smoothness=1.0, loss_range=1.0)
-    assert left > utility.clipped_printed(budget, v=1.0, mixing=False).total
+    assert left > nonconvex.clipped_printed(budget, v=1.0, mixing=False).total
     # The condition in the proof asks for more, and with it the bias fits.
-    assert utility.threshold(1.0, budget.scale) > 2 * c
+    assert nonconvex.threshold(1.0, budget.scale) > 2 * c
 
 
 def test_the_commands(run, tmp_path):

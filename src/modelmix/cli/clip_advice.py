@@ -17,7 +17,7 @@ from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.calibration import calibrate
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.validation import positive, whole
-from modelmix.theory import utility
+from modelmix.theory import nonconvex
 from modelmix.theory.clipping import NormHistogram, histogram
 from modelmix.theory.kappa import fit_tail
 
@@ -194,11 +194,11 @@ def _threshold(
         return 4 * kappa * math.log(10)
     if not all(given):
         raise ModelMixError("--beta, --range and --train-epsilon go together: give all three of them, or none.")
-    budget = utility.Budget(
+    budget = nonconvex.Budget(
         n, d, 1.0, positive("train-epsilon", epsilon, "the training's epsilon"), delta, 1.0,
         positive("beta", beta, "the smoothness"), positive("range", loss_range, "the range of the loss"),
     )  # fmt: skip
-    return utility.threshold(kappa, budget.scale)
+    return nonconvex.threshold(kappa, budget.scale)
 
 
 def _advised(norms: NormHistogram, bias: list[Bias], threshold: float) -> float:

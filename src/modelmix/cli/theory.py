@@ -15,7 +15,7 @@ from modelmix.cli.randomness import randomness
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
 from modelmix.privacy.calibration import calibrate
 from modelmix.privacy.mechanism import Mechanism
-from modelmix.theory import utility
+from modelmix.theory import nonconvex, utility
 
 theory = typer.Typer(help="The paper's theorems as answers: utility, clipping, amplification, other randomness.")
 
@@ -95,16 +95,16 @@ def clipped(
     modelmix theory clipped --kappa 0.5 --range 2.3 --n 50000 --q 0.03 --d 1000 --epsilon 8 --omega 11.25
     """
     mixing = omega > 0
-    budget = utility.Budget(n, d, q, epsilon, delta, 1.0, beta, loss_range)
-    least = utility.threshold(kappa, budget.scale)
+    budget = nonconvex.Budget(n, d, q, epsilon, delta, 1.0, beta, loss_range)
+    least = nonconvex.threshold(kappa, budget.scale)
     budget = replace(budget, clip=least if clip is None else clip)
-    a = utility.descent(budget.clip, kappa)
+    a = nonconvex.descent(budget.clip, kappa)
     h, t = budget.step_size(mixing, printed=False), budget.steps
     mechanism = calibrate(epsilon=epsilon, delta=delta, sample_rate=q, steps=t, mixing_width=omega)
     setting = utility.Setting.of(mechanism, clip=budget.clip, n=n, dimension=d, steps=t, step_size=h)
-    v = utility.noise_constant(budget, mechanism.noise_multiplier, t)
-    proved = utility.clipped(setting, clip=budget.clip, kappa=kappa, smoothness=beta, loss_range=loss_range)
-    printed = utility.clipped_printed(budget, v=v, mixing=mixing, tau_squares=t * setting.tau**2)
+    v = nonconvex.noise_constant(budget, mechanism.noise_multiplier, t)
+    proved = nonconvex.clipped(setting, clip=budget.clip, kappa=kappa, smoothness=beta, loss_range=loss_range)
+    printed = nonconvex.clipped_printed(budget, v=v, mixing=mixing, tau_squares=t * setting.tau**2)
     reach = a.gradient_norm(proved.total)
     _tell(
         f"Theorem {'3.2' if mixing else 'B.1'}: bound on the mean of min(a1 |grad F|^2, a3 |grad F|)",
