@@ -242,6 +242,9 @@ def test_the_commands(run, tmp_path):
     assert code == 0
     assert "Theorem 3.2" in text
     assert "mixing" in text
+    code, _, err = run("theory", "convex", "--distance", 5, "--step", 0)
+    assert code == 2
+    assert "the step size must be greater than 0" in err
     code, _, err = run("theory", "clipped", "--kappa", 5, "--clip", 1)
     assert code == 2
     assert "nothing is proved below c" in err

@@ -54,7 +54,8 @@ def convex(
     """
     mechanism = Mechanism(z, q, omega)
     constants = {"lipschitz": lipschitz, "smoothness": beta, "distance": distance}
-    setting = utility.Setting.of(mechanism, clip=lipschitz, n=n, dimension=d, steps=steps, step_size=step or 1.0)
+    first = 1.0 if step is None else step
+    setting = utility.Setting.of(mechanism, clip=lipschitz, n=n, dimension=d, steps=steps, step_size=first)
     if step is None:
         h = utility.best_convex_step(setting, **constants)
         setting = replace(setting, step_size=h, tau=setting.tau * h)
