@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -13,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelmix.models.residual import ResNet20, WideResNet16
 from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
+from modelmix.training.engines.choice import exact
 
 TRUNCATION = 100  # the p of the truncating clip
 
@@ -78,7 +78,7 @@ class Case:
 CASES = {
     "resnet20": Case(ResNet20, (3, 32, 32), 1536, 768, 512),
     "wrn-16-4": Case(partial(WideResNet16, width=4), (3, 32, 32), 512, 128, 128),
-    "scatter-cifar": Case(scatter_cnn_cifar, (243, 8, 8), 8192, 2048, 1024),
+    "scatter-cifar": Case(scatter_cnn_cifar, (243, 8, 8), 8192, 1024, 1024),
     "scatter-grey": Case(scatter_cnn_grey, (81, 7, 7), 8192, 2048, 2048),
     "linear-2048": Case(partial(nn.Linear, 2048, 10), (2048,), 8192, 8192, 8192),
     "transformer": Case(Transformer, (128,), 256, 64, 64, 2, 8192),
@@ -187,16 +187,3 @@ def loss_of_one(model: nn.Module) -> Callable[[dict[str, Tensor], Tensor, Tensor
         return nn.functional.cross_entropy(scores, y[None])
 
     return loss
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Products of floats without rounding their factors to 10 bits."""
-    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before[0]
-        torch.set_float32_matmul_precision(before[1])

@@ -88,7 +88,8 @@ def attempt(problem: Problem, system: System, setting: Setting, seconds: float) 
     if system.holds == "vmap_chunk":  # a last chunk of another size would be another program
         sizes = range(1, min(setting.chunk, problem.batch) + 1)
         setting = replace(setting, chunk=max(n for n in sizes if problem.batch % n == 0))
-    data = problem.data(setting)
+    # ModelMix converts within the step, as in training.
+    data = problem.data(replace(setting, precision="float32") if system.kind == "ours" else setting)
     before = collect(problem.device)
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as said:

@@ -85,8 +85,9 @@ def test_runs_of_another_setup_are_not_mixed_in(run, tiny, tmp_path):
 def test_fig3_trains_nothing(run):
     code, _, err = run("reproduce", "fig3", "--seeds", 2)
     assert code == 2
-    assert "trains nothing" in err
-    assert "choose fig2 or fig3" in run("reproduce", "fig9")[2]
+    assert "leave out" in err
+    assert "are for fig2" in run("reproduce", "fig3", "--data", "svhn")[2]
+    assert "choose one of fig2, fig3" in run("reproduce", "fig9")[2]
 
 
 def test_the_middle_of_the_seeds():

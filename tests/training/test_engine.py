@@ -271,3 +271,36 @@ def test_an_attention_that_someone_else_has_changed_is_left_to_them():
     right = Engine(model, F.cross_entropy, (x, y), name="loop", compiled=False)
     mine, wanted = (sums(run, model, x, y, Clip(0.1)).total for run in (engine, right))
     torch.testing.assert_close(mine, wanted, rtol=1e-8, atol=1e-12)
+
+
+def test_samples_may_come_in_the_precision_of_the_run(fast_compiler):
+    model, (x, y) = images(), (torch.randn(6, 3, 4, 4), torch.arange(6))
+    flat, one = FlatParameters(model), torch.ones(6, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=True)
+        found = [engine(flat.views(flat.read()), given, y, one, Clip(1.0)).total for given in (x, x.bfloat16())]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("p", [1, 9])
+def test_another_default_device_changes_nothing_on_a_processor(p):
+    model, (x, y) = nn.Sequential(images(), nn.Linear(10, 10)), (torch.randn(6, 3, 4, 4), torch.arange(6))
+    trainer = Trainer(
+        model, F.cross_entropy, (x, y), Mechanism(1.0, 0.5, mixing_width=4.0, p=p), 0.1, 0.1, seed=1,
+        performance=Performance(device="cpu"),
+    )  # fmt: skip
+    with torch.device("meta"):
+        trainer.run(3, progress=False)
+    assert bool(torch.isfinite(trainer.state.last).all())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_is_replayed_unless_it_drops_something(fast_compiler, dropout):
+    model, x, y = Words(), torch.randint(0, 20, (6, 7)), torch.arange(6)
+    model.block.self_attn.dropout = dropout
+    flat, one = FlatParameters(model), torch.ones(6, dtype=torch.float64)
+    engine = Engine(model, F.cross_entropy, (x, y), name="hooks", compiled=True)
+    engine(flat.views(flat.read()), x, y, one, Clip(1.0))
+    (found,) = engine._compiled.values()
+    assert found._draws is (dropout > 0)

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import kernels
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine, hooks, sum_of_chunk
-from modelmix.training.engines.layers import RULES
-from modelmix.training.gradients import Dense, Windows
+from modelmix.training.engines.layers import RULES, reparametrised, standardised
+from modelmix.training.gradients import Dense, Outer, Windows
 from modelmix.training.kernels import choice
 from modelmix.training.parameters import FlatParameters
 
@@ -68,11 +69,13 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
     geometry = kernels.Geometry(
         layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, copies
     ).numbers()
-    found = kernels.conv_weight(x, g, geometry).permute(0, 1, 4, 2, 3)
+    found, squares = kernels.conv_weight(x, g, geometry)
+    found = found.permute(0, 1, 4, 2, 3)
     wanted = RULES[nn.Conv2d](layer, {}, x.double(), g.double(), copies)["weight"].dense()
     assert found.dtype == torch.float32
     assert found.shape == wanted.shape
     assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+    torch.testing.assert_close(squares, Dense(found.double()).powers(2), rtol=1e-12, atol=0)
     # And without ever being written down, to be measured and to be summed.
     scale, norm = torch.rand(m, dtype=torch.float64), 1 + seed % 2
     first = kernels.conv_powers(x, g, geometry, norm)
@@ -99,8 +102,46 @@ def test_both_passes_of_clipping(m, width, bound, norm):
     total, cut = kernels.clipped_sum(rows, scale, limit)
     wanted_total, wanted_cut = wanted.clipped_sum(scale, limit)
     size = (rows[1:].double().abs() * scale[1:, None]).sum(0)
-    assert bool(((total - wanted_total).abs() <= 1e-13 * size + 1e-300).all())
-    assert torch.equal(cut.long(), torch.zeros_like(cut).long() if wanted_cut is None else wanted_cut)
+    # Scaled in float32, added up in float64; the margin of clipping covers three roundings.
+    assert bool(((total - wanted_total).abs() <= 3 * 2**-24 * size + 1e-37 * m).all())
+    assert wanted_cut is None or (cut - wanted_cut).abs().max() <= 1
+
+
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(1, 70), st.sampled_from([None, 0.01, 0.3]))
+@settings(max_examples=15)
+def test_the_sum_of_outer_products(m, rows, columns, bound):
+    torch.manual_seed(m + rows + columns)
+    back, seen = torch.randn(m, rows), torch.randn(m, columns).to(torch.float16)
+    scale = torch.rand(m, dtype=torch.float64)
+    scale[0], back[0, 0] = 0, math.inf  # what is scaled by 0 adds nothing
+    limit = None if bound is None else wide(bound)
+    total, cut = kernels.outer_sum(back, seen, scale, limit)
+    wanted, wanted_cut = Outer(back.double(), seen.double()).clipped_sum(scale, limit)
+    assert total.shape == wanted.shape
+    size = (back[1:].double().abs() * scale[1:, None]).T @ seen[1:].double().abs()
+    assert bool(((total - wanted).abs() <= 3 * 2**-24 * size + 1e-37 * m).all())
+    assert wanted_cut is None or (cut - wanted_cut).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (1, 2, 0), (2, 1, 1)])
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_standardised_convolution(everywhere, kernel, stride, padding, copies, bias):
+    torch.manual_seed(0)
+    layer = StandardisedConv2d(5, 20, kernel, stride, padding, bias)
+    with torch.no_grad():
+        layer.gain.copy_(torch.linspace(-1, 1, 20))
+        layer.gain[3] = 0
+    x = torch.randn(2 * copies, 5, 6, 7)
+    unit, r = layer.standardised(layer.weight)
+    before = layer._conv_forward(x, unit, None)
+    g = torch.randn_like(before)
+    with torch.no_grad():
+        found = standardised(layer, unit, r.flatten() * layer.gain, before, x, g, copies)
+        wanted = reparametrised(layer.double(), dict(layer.named_parameters()), x.double(), g.double(), copies)
+    for name, _ in layer.named_parameters():
+        assert (found[name].dense().double() - wanted[name].dense()).norm() <= 1e-5 * wanted[name].dense().norm()
+    torch.testing.assert_close(found["weight"].powers(2), Dense(found["weight"].dense().double()).powers(2))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -136,6 +177,7 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
+        StandardisedConv2d(8, 8, 3, 1, 1),
         nn.GroupNorm(4, 8),
         nn.ReLU(),
         nn.Conv2d(8, 16, 3, 2, 1, bias=False),
@@ -192,6 +234,22 @@ def test_a_sum_of_other_numbers_than_were_measured_is_no_sum(everywhere, monkeyp
     monkeypatch.setattr(kernels, "conv_powers", lambda *a: genuine(*a) * (1 - 1e-6))
     g = Windows(g.seen, g.back, GEOMETRY)
     assert bool(torch.isnan(clip.at_once([g], one, *limits)[0]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_at_many_positions(everywhere, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.Flatten(), nn.Linear(35, 3))
+    x, y, one = torch.randn(3, 7, 4), torch.randint(0, 3, (3,)), torch.ones(3, dtype=torch.float64)
+    flat, clip = FlatParameters(model), Clip(0.3, 4)
+    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
+    engine = Engine(model, F.cross_entropy, (x, y), name="hooks", precision=str(dtype)[6:], compiled=False)
+    ours = engine(flat.views(flat.read()), x, y, one, clip)
+    assert (ours.total - right.total).norm() <= (1e-5 if dtype == torch.float32 else 0.03) * right.total.norm()
+    for i in range(3):  # what one sample adds, after all rounding
+        part = engine(flat.views(flat.read()), x, y, torch.eye(3, dtype=torch.float64)[i], clip).total
+        assert float(part.norm()) <= clip.c
+        assert float(part.abs().max()) <= clip.coordinate_bound
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 6, 3, padding=1, groups=2), nn.Conv1d(4, 3, 2, stride=2, dilation=2)])

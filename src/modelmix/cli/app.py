@@ -17,6 +17,7 @@ from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
+from modelmix.cli.results import results
 from modelmix.cli.theory import theory
 from modelmix.cli.train import train
 from modelmix.cli.verify import verify
@@ -48,7 +49,7 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report, reproduce)
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report, reproduce, results)
 _COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)

@@ -11,8 +11,7 @@ import typer
 from rich.markup import escape
 
 from modelmix.cli import show
-from modelmix.cli.data import DataDir
-from modelmix.cli.options import Json
+from modelmix.cli.options import DataDir, Json
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.calibration import calibrate
 from modelmix.privacy.ledger import Ledger

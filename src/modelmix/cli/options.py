@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -16,12 +16,35 @@ from modelmix.privacy.mechanism import Mechanism, mixing_width
 from modelmix.privacy.validation import rate, whole
 
 _RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"
+RUN = "The run"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def _option(names: str, text: str, panel: str) -> Any:
     return typer.Option(*names.split(","), help=text, rich_help_panel=panel, show_default=False)
+
+
+DataDir = Annotated[
+    Path | None, _option("--data-dir", "Where public data sets lie; default: see modelmix data list.", RUN)
+]
+Device = Annotated[str | None, _option("--device", "cpu, cuda; default: what is there.", RUN)]
+Engine = Annotated[str, _option("--engine", "auto, hooks, universal or loop.", RUN)]
+Chunk = Annotated[int | None, _option("--chunk", "Samples whose gradients are held at once.", RUN)]
+Precision = Annotated[
+    str | None, _option("--precision", "float32, bfloat16: the model's arithmetic; no effect on epsilon.", RUN)
+]
+Compiled = Annotated[bool | None, _option("--compile/--no-compile", "Compile the model; default: on a GPU.", RUN)]
+
+
+class Knobs(NamedTuple):
+    """The arguments of ``Performance``, before torch is loaded."""
+
+    device: str | None
+    engine: str
+    precision: str | None
+    compiled: bool | None
+    chunk: int | None
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,93 @@
-"""``modelmix reproduce``: the paper's figures with our numbers beside the printed ones."""
+"""``modelmix reproduce``: the paper's figures and tables with our numbers beside the printed ones."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from modelmix.cli import show
-from modelmix.cli.data import DataDir
-from modelmix.cli.options import Json
+from modelmix.cli.options import Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
+from modelmix.cli.tables import Choice, print_recipe, run_table
 from modelmix.errors import ModelMixError
+from modelmix.experiments.tables import KINDS, TABLES
+
+_FIGURES = ("fig2", "fig3")
+_TABLE, _FIG2, _REHEARSAL = "Runs of a table", "Runs of fig2", "Rehearsal (never shown as a result)"
+
+
+def _option(names: str, text: str, panel: str = _TABLE) -> Any:
+    return typer.Option(*names.split(","), help=text, rich_help_panel=panel)
 
 
 def reproduce(
-    what: Annotated[str, typer.Argument(help="fig2 or fig3", metavar="WHAT")],
-    data_set: Annotated[
-        str | None,
-        typer.Option("--data", help="fig2: cifar10, svhn, ...; left out, the embedded images.", show_default=False),
+    what: Annotated[str, typer.Argument(help=f"{', '.join((*_FIGURES, *TABLES))}.", metavar="WHAT")],
+    row: Annotated[list[str] | None, _option("--row", "Only this row; may be given several times.")] = None,
+    kind: Annotated[
+        list[str] | None, _option("--kind", f"Only this kind, of {', '.join(KINDS)}; may be given several times.")
     ] = None,
+    seeds: Annotated[
+        int | None, _option("--seeds", "How many runs of each, with seeds counted up; default 1, for fig2 3.")
+    ] = None,
+    first_seed: Annotated[int, _option("--first-seed", "The first of the seeds.")] = 1,
+    data_set: Annotated[
+        str | None, _option("--data", "cifar10, svhn, ...; left out, the embedded images.", _FIG2)
+    ] = None,
+    model: Annotated[str | None, _option("--model", "Another network.", _FIG2)] = None,
     data_dir: DataDir = None,
-    model: Annotated[str | None, typer.Option(help="fig2: another network.", show_default=False)] = None,
-    seeds: Annotated[int | None, typer.Option(help="fig2: runs of every line; default 3.", show_default=False)] = None,
-    steps: Annotated[int | None, typer.Option(help="fig2: fewer or more steps.", show_default=False)] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the figure and the numbers.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder for figures, numbers and results.")] = Path("results"),
+    steps: Annotated[int | None, _option("--steps", "So many steps instead of the row's.", _REHEARSAL)] = None,
+    batch: Annotated[
+        float | None, _option("--batch", "So many samples a step instead of the row's.", _REHEARSAL)
+    ] = None,
+    print_recipe_only: Annotated[
+        bool, _option("--print-recipe", "Print the recipe of one run, as modelmix train takes it, and stop.")
+    ] = False,
+    device: Device = None,
+    engine: Engine = "auto",
+    chunk: Chunk = None,
+    precision: Precision = None,
+    compiled: Compiled = None,
     json: Json = False,
 ) -> None:
-    """Recompute a figure of the paper and set our numbers beside the printed ones."""
+    """Recompute a figure of the paper, or train the runs of a table, and set our numbers beside the printed ones.
+
+    Runs of a table that are finished are skipped, and one that was interrupted goes on where it stopped: give the same
+    command again. modelmix results shows the tables.
+
+    \b
+    modelmix reproduce fig2
+    modelmix reproduce fig3
+    modelmix reproduce table2 --row cifar10-eps8 --kind paper --kind plain --seeds 3 --data-dir data
+    modelmix reproduce table1 --steps 2                      (a rehearsal)
+    modelmix reproduce table2 --row cifar10-eps8 --kind paper --print-recipe > paper.toml
+    """
+    if what != "fig2" and (data_set or model):
+        raise ModelMixError(f"--data and --model are for fig2: {what} says what it trains, if anything.")
+    if what in TABLES:
+        choice = Choice(row or (), kind or (), 1 if seeds is None else seeds, first_seed, steps, batch)
+        if print_recipe_only:
+            print_recipe(what, choice)
+        else:
+            run_table(what, choice, out, data_dir, Knobs(device, engine, precision, compiled, chunk), json)
+        return
+    if what not in _FIGURES:
+        raise ModelMixError(f"{what!r} cannot be reproduced: choose one of {', '.join((*_FIGURES, *TABLES))}.")
+    if row or kind or batch or print_recipe_only or (what == "fig3" and (steps or seeds)):
+        raise ModelMixError(f"{what} is a figure without such runs: leave out --row, --kind, --steps and the like.")
     if what == "fig2":
         from modelmix.cli.fig2 import reproduce_fig2
 
-        reproduce_fig2(out, data=data_set, data_dir=data_dir, model=model, seeds=seeds, steps=steps, json=json)
+        reproduce_fig2(
+            out, data=data_set, data_dir=data_dir, model=model, seeds=seeds, steps=steps, device=device, json=json
+        )
         return
-    if what != "fig3":
-        raise ModelMixError(f"{what!r} cannot be reproduced: choose fig2 or fig3.")
-    if any(given is not None for given in (data_set, data_dir, model, seeds, steps)):
-        raise ModelMixError("fig3 trains nothing: leave out --data, --data-dir, --model, --seeds and --steps.")
+    _fig3(out, json)
+
+
+def _fig3(out: Path, json: bool) -> None:
     from modelmix.experiments import fig3
     from modelmix.report import figure3
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -65,8 +65,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], not
     console = Console()
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = not any(" " in row[0] for row in rows)  # a name that is cut off names nothing
     for i, column in enumerate(columns):
-        out.add_column(column.strip(), justify="left" if i == 0 or column.startswith(" ") else "right")
+        justify: Literal["left", "right"] = "left" if i == 0 or column.startswith(" ") else "right"
+        out.add_column(column.strip(), justify=justify, no_wrap=names and i == 0)
     for row in rows:
         out.add_row(*row)
     console.print(out)

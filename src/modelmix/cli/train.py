@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import sys
 import time
-import warnings
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from modelmix.cli import show
-from modelmix.cli.options import Json
+from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
+from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
@@ -24,7 +24,7 @@ from modelmix.privacy.ledger import Ledger
 if TYPE_CHECKING:
     from modelmix.training import Trainer
 
-_PRIVACY, _LEARNING, _RUN = "Privacy (over the recipe)", "Learning (over the recipe)", "The run"
+_PRIVACY, _LEARNING = "Privacy (over the recipe)", "Learning (over the recipe)"
 
 
 def _option(names: str, text: str, panel: str) -> Any:
@@ -50,23 +50,17 @@ def train(
     data: Annotated[
         str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
     ] = None,
-    data_dir: Annotated[
-        Path | None, _option("--data-dir", "Where public data sets lie; default: see modelmix data list.", _RUN)
-    ] = None,
-    out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", _RUN)] = None,
-    resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", _RUN)] = False,
-    seed: Annotated[int | None, _option("--seed", "Repeatable; for tests only.", _RUN)] = None,
-    device: Annotated[str | None, _option("--device", "cpu, cuda; default: what is there.", _RUN)] = None,
-    engine: Annotated[str, _option("--engine", "auto, hooks, universal or loop.", _RUN)] = "auto",
-    chunk: Annotated[int | None, _option("--chunk", "Samples whose gradients are held at once.", _RUN)] = None,
-    precision: Annotated[
-        str | None, _option("--precision", "float32, bfloat16: the model's arithmetic; no effect on epsilon.", _RUN)
-    ] = None,
-    compiled: Annotated[
-        bool | None, _option("--compile/--no-compile", "Compile the model; default: on a GPU.", _RUN)
-    ] = None,
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", RUN)] = None,
+    resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", RUN)] = False,
+    seed: Annotated[int | None, _option("--seed", "Repeatable; for tests only.", RUN)] = None,
+    device: Device = None,
+    engine: Engine = "auto",
+    chunk: Chunk = None,
+    precision: Precision = None,
+    compiled: Compiled = None,
     show_recipe: Annotated[
-        bool, _option("--show-recipe", "Print the recipe and stop; a start for your own.", _RUN)
+        bool, _option("--show-recipe", "Print the recipe and stop; a start for your own.", RUN)
     ] = False,
     json: Json = False,
 ) -> None:
@@ -124,26 +118,12 @@ def train(
     _tell(chosen, trainer, folder, json)
 
 
-class Knobs(NamedTuple):
-    """The arguments of ``Performance``, before torch is loaded."""
-
-    device: str | None
-    engine: str
-    precision: str | None
-    compiled: bool | None
-    chunk: int | None
-
-
 def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, knobs: Knobs) -> Trainer:
-    try:
+    with needs_torch():
         from modelmix.data import load
         from modelmix.training import Performance
-    except ModuleNotFoundError as error:
-        raise ModelMixError(f"training needs {error.name}: install it with pip install 'modelmix[train]'.") from None
     performance = Performance(**knobs._asdict())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", module="modelmix")
-        warnings.showwarning = lambda message, *_, **__: print(f"modelmix: warning: {message}", file=sys.stderr)
+    with plain_warnings():
         return recipe.trainer(load(recipe.data, data_dir), folder=folder, resume=resume, performance=performance)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from modelmix.features import (
 from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.training.randomness import Randomness
+from modelmix.training.sampling import Source, as_source
 
 if TYPE_CHECKING:
     from modelmix.experiments.recipe import Recipe
@@ -32,17 +34,27 @@ KEY = "normalisation"
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Data as a network takes it.
+    """Data as a network takes it; runs that share it share the copy near the accelerator.
 
     Args:
         data: the samples.
+        device: where they are wanted.
         spent: what statistics of the training samples cost; empty if there are none.
         about: what a resumed run needs to prepare the same data without spending again.
     """
 
     data: DataSet
+    device: torch.device
     spent: Ledger = field(default_factory=Ledger)
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def train(self) -> Source:
+        return as_source(self.data.train).to(self.device)
+
+    @cached_property
+    def test(self) -> Source:
+        return as_source(self.data.test).to(self.device)
 
 
 def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path | None = None) -> Prepared:
@@ -52,12 +64,12 @@ def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path
         run: the folder of a run that goes on: its released moments are used again.
     """
     if recipe.features is None:
-        return Prepared(data)
+        return Prepared(data, device)
     transform = Scattering(device=device)
     train, test = (cached(transform, split.x) for split in (data.train, data.test))
     if recipe.normalise == "group":
         train, test = group_normalise(train), group_normalise(test)
-    prepared = Prepared(_with(data, train, test))
+    prepared = Prepared(_with(data, train, test), device)
     if recipe.normalise != "private":
         return prepared
     normalise = (None if run is None else _released(run)) or private_channel_normalisation(
@@ -75,7 +87,7 @@ def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path
         "steps": normalise.phase.steps,
     }
     spent = Ledger().add(normalise.phase.mechanism, normalise.phase.steps)
-    return Prepared(_with(data, normalise(train), normalise(test)), spent, {KEY: moments})
+    return Prepared(_with(data, normalise(train), normalise(test)), device, spent, {KEY: moments})
 
 
 def _with(data: DataSet, train: torch.Tensor, test: torch.Tensor) -> DataSet:

@@ -22,7 +22,9 @@ from modelmix.privacy.validation import positive, probability, rate, whole
 
 if TYPE_CHECKING:
     from modelmix.data import DataSet
+    from modelmix.experiments.preparation import Prepared
     from modelmix.training import Performance, Schedule, Trainer
+    from modelmix.training.engines import Engine
 
 DEFAULT = Path(__file__).parent / "recipes" / "default.toml"
 
@@ -275,26 +277,36 @@ class Recipe:
 
     def trainer(
         self,
-        data: DataSet,
+        data: DataSet | Prepared,
         *,
         folder: str | Path | None = None,
         resume: bool = False,
         performance: Performance | None = None,
+        tested: bool = True,
+        engine: Engine | None = None,
     ) -> Trainer:
-        """The trainer of this recipe on a data set."""
+        """The trainer of this recipe on a data set, or on what ``prepare`` made of one for it.
+
+        Args:
+            tested: False keeps the test set away from the training; ``Trainer.evaluate`` can be given it afterwards.
+            engine: see ``Trainer``.
+        """
         import torch
         from torch import nn
 
-        from modelmix.experiments.preparation import prepare
+        from modelmix.experiments.preparation import Prepared, prepare
         from modelmix.models import Pixels, build
         from modelmix.training import Performance, Trainer
         from modelmix.training.augment import AUGMENTATIONS
 
         if self.augment is not None and self.augment not in AUGMENTATIONS:
             raise ModelMixError(f"augment = {self.augment!r} is unknown: choose one of {', '.join(AUGMENTATIONS)}.")
-        plan = self.plan(len(data.train))  # before anything is spent
-        device = (performance or Performance()).find_device()
-        prepared = prepare(self, data, device, folder if resume else None)
+        if isinstance(data, Prepared):
+            prepared, plan = data, self.plan(len(data.data.train))
+        else:
+            plan = self.plan(len(data.train))  # before anything is spent
+            device = (performance or Performance()).find_device()
+            prepared = prepare(self, data, device, folder if resume else None)
         data = prepared.data
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
@@ -308,7 +320,7 @@ class Recipe:
         return Trainer(
             model,
             nn.CrossEntropyLoss(),
-            data.train,
+            prepared.train,
             plan,
             clip=self.clip,
             lr=self.schedule("lr"),
@@ -321,7 +333,7 @@ class Recipe:
             previous=other,
             augment=None if self.augment is None else AUGMENTATIONS[self.augment],
             multiplicity=self.multiplicity,
-            test_set=data.test,
+            test_set=prepared.test if tested else None,
             delta=self.delta,
             seed=self.seed,
             folder=folder,
@@ -329,6 +341,7 @@ class Recipe:
             name=self.name,
             about=about,
             performance=performance,
+            engine=engine,
         )
 
 

@@ -28,12 +28,15 @@ class StandardisedConv2d(nn.Conv2d):
         super().__init__(inside, outside, kernel_size, stride, padding, bias=bias)
         self.gain = nn.Parameter(torch.ones(outside))
 
+    def standardised(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The kernels without their gains, (W - mean) * r, and r = 1 / sqrt(fan_in * (variance + eps))."""
+        variance, mean = torch.var_mean(weight, (1, 2, 3), correction=0, keepdim=True)
+        r = torch.rsqrt(weight[0].numel() * (variance + self.eps))
+        return (weight - mean) * r, r
+
     def used_weight(self, weight: Tensor, gain: Tensor) -> Tensor:
         """The kernel that images are convolved with."""
-        fan_in = weight[0].numel()
-        variance, mean = torch.var_mean(weight, (1, 2, 3), correction=0, keepdim=True)
-        used: Tensor = gain[:, None, None, None] * (weight - mean) * torch.rsqrt(fan_in * (variance + self.eps))
-        return used
+        return gain[:, None, None, None] * self.standardised(weight)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self._conv_forward(x, self.used_weight(self.weight, self.gain), self.bias)
@@ -143,7 +146,11 @@ class WideResNet16(nn.Module):
         self.norm = nn.GroupNorm(16, inside)
         self.head = nn.Linear(inside, classes)
 
+    def maps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the second of the three stages sees, at half the resolution, and the last, at a quarter."""
+        second = self.blocks[:4](self.conv(x))
+        return F.relu(second), self.norm(F.relu(self.blocks[4:](second)))
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(F.relu(self.blocks(self.conv(x))))
-        scores: Tensor = self.head(x.mean((2, 3)))
+        scores: Tensor = self.head(self.maps(x)[1].mean((2, 3)))
         return scores

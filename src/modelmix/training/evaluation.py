@@ -46,7 +46,7 @@ def evaluate(
     """{"accuracy": ..., "loss": ...}; no accuracy where the outputs are not scores of classes."""
     right, total, seen = 0, 0.0, 0
     classes = False
-    indices = [torch.arange(i, min(i + _BATCH, source.n)) for i in range(0, source.n, _BATCH)]
+    indices = [torch.arange(i, min(i + _BATCH, source.n), device="cpu") for i in range(0, source.n, _BATCH)]
     with evaluating(model):
         for index, chunks in zip(indices, source.steps(iter(indices), _BATCH), strict=True):
             for chunk in chunks:

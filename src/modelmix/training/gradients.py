@@ -18,6 +18,7 @@ from modelmix.training import kernels
 
 _SLACK = 2.0**-22  # a fraction of the margin that clipping keeps
 _CACHE = 2 * 2**20  # bytes that a processor core works on at once
+_FEW_ROWS = 64
 
 
 class Gradients(ABC):
@@ -82,10 +83,12 @@ class Dense(Gradients):
     Args:
         values: m x (shape).
         written: whether a kernel of ours wrote them, so that they lie in memory.
+        squares: the sum of squares of every sample, where that kernel measured what it wrote.
     """
 
     values: Tensor
     written: bool = False
+    squares: Tensor | None = None
 
     @property
     def samples(self) -> int:
@@ -115,6 +118,8 @@ class Dense(Gradients):
         return self.values
 
     def powers(self, norm: int) -> Tensor:
+        if norm == 2 and self.squares is not None:
+            return self.squares
         rows = self.rows()
         if kernels.has_kernels(rows):
             found: Tensor = kernels.powers(rows, norm)
@@ -175,6 +180,10 @@ class Outer(Gradients):
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
         if isinstance(bound, float):
             return self._in_blocks(scale, bound)
+        few = self.back.shape[1] <= _FEW_ROWS  # with more, a matrix product is faster where nothing is truncated
+        if kernels.has_kernels(self.back) and kernels.has_kernels(self.seen) and (few or bound is not None):
+            found: tuple[Tensor, Tensor] = kernels.outer_sum(self.back, self.seen, scale, bound)
+            return found
         live = scale[:, None] > 0
         back = torch.where(live, self.back.double() * scale[:, None], 0.0)
         seen = torch.where(live, self.seen.double(), 0.0)
@@ -186,7 +195,7 @@ class Outer(Gradients):
     def _in_blocks(self, scale: Tensor, bound: float) -> tuple[Tensor, Tensor]:
         """For a processor, a few samples at a time."""
         total = scale.new_zeros(self.back.shape[1], self.seen.shape[1])
-        cut = torch.zeros(self.samples, dtype=torch.int64)
+        cut = torch.zeros_like(scale, dtype=torch.int64)
         room = _CACHE * min(4, torch.get_num_threads()) // 8
         # A sample none of whose coordinates reaches the bound is as good as not truncated.
         tops = [t.abs().amax(1).double() for t in (self.back, self.seen)] if bound < math.inf else [scale, scale]
@@ -290,9 +299,13 @@ class Windows(Gradients):
         weight = weight.movedim(-1, -3)
         return weight.squeeze(-2) if self.line else weight
 
+    def written(self) -> Dense:
+        """Computed now, and measured by the same kernel."""
+        values, squares = kernels.conv_weight(self.seen, self.back, self.geometry.numbers())
+        return Dense(self._shaped(values), True, squares)
+
     def dense(self) -> Tensor:
-        found: Tensor = kernels.conv_weight(self.seen, self.back, self.geometry.numbers())
-        return self._shaped(found)
+        return self.written().values
 
     def powers(self, norm: int) -> Tensor:
         self.measured[norm] = kernels.conv_powers(self.seen, self.back, self.geometry.numbers(), norm)

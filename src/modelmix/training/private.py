@@ -178,10 +178,10 @@ class PrivateLoader:
                 indices = draws.poisson_indices("sampling", loop.n, loop.mechanism.sample_rate)
                 pieces = torch.split(indices, loop.chunk or max(1, indices.numel())) if indices.numel() else ()
                 for i, piece in enumerate(pieces):
-                    parts.append((torch.ones(piece.numel(), dtype=torch.float64), i + 1 == len(pieces)))
+                    parts.append((torch.ones(piece.numel(), dtype=torch.float64, device="cpu"), i + 1 == len(pieces)))
                     yield piece.tolist()
                 if not pieces:
-                    parts.append((torch.zeros(1, dtype=torch.float64), True))
+                    parts.append((torch.zeros(1, dtype=torch.float64, device="cpu"), True))
                     yield [0]
 
         batches = DataLoader(

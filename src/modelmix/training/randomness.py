@@ -74,7 +74,7 @@ class StepRandomness:
         """
         words = self._words(label, count)
         if rate >= 1:
-            return torch.arange(count)
+            return torch.arange(count, device="cpu")
         return torch.nonzero((words & (2**63 - 1)) < int(rate * 2**63)).flatten()
 
     def generator(self, label: str, device: torch.device | str = "cpu") -> torch.Generator:

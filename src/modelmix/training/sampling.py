@@ -40,7 +40,8 @@ def pieces(indices: Tensor, chunk: int, pad: bool = True) -> Iterator[tuple[Tens
         if part.numel() == 0:
             return
         missing = chunk - part.numel() if pad else 0
-        weights = torch.cat([torch.ones(part.numel(), dtype=torch.float64), torch.zeros(missing, dtype=torch.float64)])
+        weights = torch.zeros(part.numel() + missing, dtype=torch.float64, device="cpu")
+        weights[: part.numel()] = 1.0
         yield torch.cat([part, part[:1].expand(missing)]), weights
 
 
@@ -57,9 +58,12 @@ class TensorSource:
             raise ModelMixError(f"inputs and targets have different numbers of samples: {sorted(sizes)}.")
         self.n = sizes.pop()
         self._leaves = leaves
+        self._digest: tuple[list[int], bytes] | None = None
 
     def to(self, device: torch.device) -> TensorSource:
         """The same samples near the accelerator, if they fit."""
+        if all(t.device.type == device.type and device.index in (None, t.device.index) for t in self._leaves):
+            return self
         if device.type != "cpu" and sum(t.numel() * t.element_size() for t in self._leaves) <= _ON_DEVICE:
             return TensorSource(*tree_map(lambda t: t.to(device), (self.inputs, self.targets)))
         return self
@@ -83,7 +87,10 @@ class TensorSource:
 
     def fingerprint(self, salt: bytes) -> str:
         """A digest under a secret salt: it recognises the data and tells an outsider nothing."""
-        return _digest_of(self._leaves, salt).hex()
+        versions = [0 if t.is_inference() else t._version for t in self._leaves]
+        if self._digest is None or self._digest[0] != versions:  # gigabytes, and many runs may share them
+            self._digest = versions, _digest_of(self._leaves)
+        return hashlib.blake2b(self._digest[1], key=salt, digest_size=16).hexdigest()
 
 
 class DatasetSource:
@@ -186,8 +193,8 @@ def as_source(data: Any, workers: int = 0) -> Source:
     return source
 
 
-def _digest_of(sample: Any, salt: bytes) -> bytes:
-    digest = hashlib.blake2b(key=salt, digest_size=16)
+def _digest_of(sample: Any, salt: bytes = b"") -> bytes:
+    digest = hashlib.blake2b(key=salt, digest_size=32)
     for leaf in tree_flatten(sample)[0]:
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())

@@ -72,6 +72,8 @@ class Trainer:
         seed: makes the run repeatable, for tests only.
         folder: where the run is kept; with ``resume`` a run that is there goes on where it stopped.
         performance: speed and memory.
+        engine: made earlier for a model of the same builder and these samples, with what it has compiled; None makes
+            one.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Trainer:
         name: str = "run",
         about: Mapping[str, Any] | None = None,
         performance: Performance | None = None,
+        engine: engines.Engine | None = None,
     ) -> None:
         self._performance = performance or Performance()
         self._device = self._performance.find_device()
@@ -133,7 +136,9 @@ class Trainer:
         self._rule.check(first)
         self._classes = self._count_classes()
         self._check_samples()
-        self._engine = engines.Engine(
+        if engine is not None:
+            engine.require_fit(model)
+        self._engine = engine or engines.Engine(
             model,
             loss,
             self._source.head(3),
@@ -388,9 +393,10 @@ class Trainer:
         inside = {id(p) for m in self._model.modules() if isinstance(m, _NORM_LAYERS) for p in m.parameters()}
         named = {name: id(p) in inside for name, p in self._model.named_parameters() if p.requires_grad}
         flags = [
-            torch.full((size,), named[name]) for name, size in zip(self._flat.names, self._flat.sizes, strict=True)
+            torch.full((size,), named[name], device=self._device)
+            for name, size in zip(self._flat.names, self._flat.sizes, strict=True)
         ]
-        return torch.cat(flags).to(self._device)
+        return torch.cat(flags)
 
     # Checks.
 

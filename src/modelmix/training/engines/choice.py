@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,23 @@ from modelmix.training.gradients import Gradients
 _PROBE = 3
 
 
+@contextmanager
+def exact() -> Iterator[None]:
+    """Products of floats without rounding their factors to 10 bits, as GPUs do by default."""
+    try:
+        before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    except RuntimeError:  # set in torch's newer way, which the older one cannot read: left as it is
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])
+
+
 def choose(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> str:
     """The fastest engine that is right for this model, found by comparing them on a few samples.
 
@@ -28,7 +47,9 @@ def choose(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> str:
     A model that ``torch.func`` cannot run is left to the loop: often it looks at the values of a batch to decide what
     to compute, and then a few samples do not show that it treats every one alone.
     """
-    where = torch.arange(_PROBE) % rows((inputs, targets))  # several rows, so that samples can meet if they are let
+    where = torch.arange(_PROBE, device="cpu") % rows(
+        (inputs, targets)
+    )  # several rows, so that samples can meet if they are let
     device = next(model.parameters()).device
     probe = tree_map(lambda t: t.detach()[where.to(t.device)].to(device), (inputs, targets))
     twin = model
@@ -95,6 +116,8 @@ def quiet(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
 
 
 def _line(error: BaseException | None) -> str:

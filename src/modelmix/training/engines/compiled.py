@@ -65,6 +65,7 @@ class Compiled:
         x, y = tree_map(lambda t: t[few], (inputs, targets))
         plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
         self._parameters: Stamps = []
+        self._clip = clip
         case = (parameters, inputs, targets, weights, *clip.limits_on(device))
         self._graph: torch.cuda.CUDAGraph | None = None
         problem: Exception | None = None
@@ -96,7 +97,7 @@ class Compiled:
         self._case = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case)
         with torch.no_grad():
             trace = make_fx(line, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
-        self._draws = any(torch.Tag.nondeterministic_seeded in _tags(node) for node in trace.graph.nodes)
+        self._draws = any(_draws(node) for node in trace.graph.nodes)
         self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
         self._compute()
 
@@ -115,9 +116,13 @@ class Compiled:
         if not same_tensors(stamps, self._parameters):
             torch._foreach_copy_(list(self._case[0].values()), list(parameters.values()))
             self._parameters = stamps
-        case = (inputs, targets, weights, *clip.limits_on(weights.device))
-        for mine, theirs in zip(tree_leaves(self._case[1:]), tree_leaves(case), strict=True):
+        *case, c, bound = self._case[1:]
+        for mine, theirs in zip(tree_leaves(case), tree_leaves([inputs, targets, weights]), strict=True):
             mine.copy_(theirs)
+        if clip != self._clip:  # every launch that is saved counts where chunks are short
+            for mine, theirs in zip((c, bound), clip.limits_on(weights.device), strict=True):
+                mine.copy_(theirs)
+            self._clip = clip
         if self._graph is None:
             return ClippedSum(*self._compute(), weights > 0)
         self._graph.replay()
@@ -151,5 +156,11 @@ def same_tensors(a: Stamps, b: Stamps) -> bool:
     return len(a) == len(b) and all(p is q and v == w for (p, v), (q, w) in zip(a, b, strict=True))
 
 
-def _tags(node: torch.fx.Node) -> Any:
-    return getattr(node.target, "tags", ())
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation draws random numbers. Attention says that it may, and does if it drops something."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+    dropped = {a.name: given.get(a.name, a.default_value) for a in arguments}.get("dropout_p")
+    return dropped != 0.0

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.engines.choice import choose, quiet
+from modelmix.training.engines.choice import choose, exact, quiet
 from modelmix.training.engines.chunk import Loss, check_rows, known, rows, sum_of_chunk
 from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, require_equal, same_tensors
 from modelmix.training.engines.layers import rule_for, wide
@@ -71,6 +71,20 @@ class Engine:
         if self.name == "hooks":
             _say_what_is_slow(model)
 
+    def require_fit(self, model: nn.Module) -> None:
+        """Refuses to serve a model that may differ from this engine's own in more than the values that are trained.
+
+        What a module does beyond its parameters cannot be seen: that both come from the same builder is for the caller
+        to know.
+        """
+
+        def form(model: nn.Module) -> Any:
+            return repr(model), [(name, p.shape, p.dtype, p.device) for name, p in model.named_parameters()]
+
+        fixed = any(not p.requires_grad for p in model.parameters()) or any(True for _ in model.buffers())
+        if fixed or form(model) != form(self._original):
+            raise ModelMixError("this engine was made for another model: leave engine out.")
+
     def __call__(
         self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip, copies: int = 1
     ) -> ClippedSum:
@@ -85,7 +99,11 @@ class Engine:
 
         def reference(rows: slice, weights: Tensor) -> ClippedSum:
             x, y = tree_map(lambda t: t[rows], (given[1], targets))
-            return sum_of_chunk("universal", self._original, self._loss, given[0], x, y, weights, clip, copies)
+            if self._dtype is not None:  # samples may come in the precision of the run
+                own = next(self._original.parameters()).dtype
+                x = tree_map(lambda t: t.to(own) if t.dtype == self._dtype else t, x)
+            with exact():
+                return sum_of_chunk("universal", self._original, self._loss, given[0], x, y, weights, clip, copies)
 
         if self._compile and weights.shape[0]:
             modes = tuple(module.training for module in self._model.modules())
@@ -114,9 +132,10 @@ class Engine:
             quiet(twin)
         loss = self._loss if self._dtype is None else _in_full(self._loss)
         case = (twins[0], loss, *here, y, one, Clip(1.0))
-        exact = sum_of_chunk("universal", twins[1], self._loss, full, x, y, one, Clip(1.0))
+        with exact():
+            right = sum_of_chunk("universal", twins[1], self._loss, full, x, y, one, Clip(1.0))
         try:
-            require_equal(sum_of_chunk("hooks", *case), sum_of_chunk("universal", *case), exact)
+            require_equal(sum_of_chunk("hooks", *case), sum_of_chunk("universal", *case), right)
         except UnfitError as reason:
             self.name = "universal"
             warnings.warn(f"our kernels are not right on this machine, please report it: {reason}", stacklevel=3)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modelmix.errors import ModelMixError
 from modelmix.training import kernels
 from modelmix.training.engines import attention, normalisation
-from modelmix.training.engines.layers import any_layer, cannot_follow, linear, rule_for
+from modelmix.training.engines.layers import any_layer, cannot_follow, is_standardised, linear, rule_for, standardised
 from modelmix.training.engines.universal import Loss, call_at, one_number
 from modelmix.training.gradients import Dense, Gradients
 
@@ -89,6 +89,8 @@ class Capture:
                 handles.append(_Patch(module, partial(attention.forward, module, self._project)))
             elif has_group_norm_kernel(module, own) and not patched:
                 handles.append(_Patch(module, partial(self._group_norm, module)))
+            elif own and is_standardised(module) and not patched and _on_device(module.weight):
+                handles.append(_Patch(module, partial(self._standardised, module)))
             elif own:
                 # In front of other hooks: what they do to an output is not the layer's doing.
                 handles.append(module.register_forward_hook(self._forward, prepend=True, with_kwargs=True))
@@ -144,6 +146,21 @@ class Capture:
             return normalisation.group_norm(input, weight, bias, groups, eps, collect)
         output = F.group_norm(input, groups, module.weight, module.bias, eps)
         followed = self._forward(module, (input,), {}, output)
+        return output if followed is None else followed
+
+    def _standardised(self, module: Any, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or not kernels.has_kernels(input) or input.dim() != 4:
+            output: Tensor = type(module).forward(module, input)
+            followed = self._forward(module, (input,), {}, output)
+            return output if followed is None else followed
+        unit, r = (t.detach() for t in module.standardised(module.weight))
+        gain = module.gain.detach()
+        before = module._conv_forward(input, unit.to(input.dtype), None)
+        output = before * gain[:, None, None]
+        if module.bias is not None:
+            output = output + module.bias.detach()[:, None, None]
+        known = (unit, r.flatten() * gain, before.detach())
+        followed = self._follow(module, input, output, partial(standardised, module, *known))
         return output if followed is None else followed
 
     def _add(self, module: nn.Module, found: dict[str, Gradients]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -38,19 +39,51 @@ def wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """For every sample the matrix product, summed in float32 or wider."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(wide(a), wide(b))
-
-
 def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     a, b = _samples(x, copies), _samples(g, copies)
     if a.shape[1] == 1:
         back = wide(b[:, 0])
-        return {"weight": Outer(back, wide(a[:, 0])), "bias": Dense(back)}
-    return {"weight": Dense(_products(b.transpose(1, 2), a)), "bias": Dense(wide(b).sum(1))}
+        return {"weight": Outer(back, a[:, 0]), "bias": Dense(back)}
+    bias = Dense(wide(b).sum(1))
+    if kernels.has_kernels(a) and a.dtype != torch.float16:  # whose range is too small to be written down in
+        return {"weight": Dense(kernels.products(b.transpose(1, 2), a), written=True), "bias": bias}
+    return {"weight": Dense(torch.bmm(wide(b.transpose(1, 2)), wide(a))), "bias": bias}
+
+
+def standardised(
+    layer: nn.Conv2d, unit: Tensor, factor: Tensor, before: Tensor, x: Tensor, g: Tensor, copies: int
+) -> dict[str, Gradients]:
+    """A convolution with kernels gain * (W - mean) * r, r = 1 / sqrt(fan_in * (variance + eps)), by our kernel.
+
+    With G the gradient of the used kernel, that of W is gain * r * (G - mean(G) - <G, unit> * unit), row by row. Both
+    numbers of a row come from images, without G: its sum is that of g times the sums over windows of x, and <G, unit>,
+    the gradient of the gain, that of g times what the layer gives without gain and bias.
+
+    Args:
+        unit: (W - mean) * r, out x in x kernel; factor: gain * r, one number for every output channel.
+        before: the layer's output without gain and bias.
+    """
+    m, (height, width) = x.shape[0] // copies, layer.kernel_size
+    padding = [int(k) for k in layer.padding]
+    # Of all that a window holds, zeros of the padding included.
+    mean = F.avg_pool2d(wide(x).sum(1, keepdim=True), layer.kernel_size, layer.stride, padding) / x.shape[1]
+    back = wide(g)
+
+    def summed(t: Tensor) -> Tensor:
+        return t.sum((2, 3)).reshape(m, copies, -1).sum(1)
+
+    slope, bias = summed(back * wide(before)), summed(back)
+    geometry = kernels.Geometry.of([height, width, *layer.stride, *padding, 1, 1, 1, copies])
+    found, squares = kernels.conv_standardised(
+        x,
+        g.to(x.dtype),
+        geometry.numbers(),
+        wide(factor),
+        wide(unit).movedim(1, -1).contiguous(),
+        summed(back * mean),
+        slope,
+    )
+    return {"weight": Dense(found.movedim(-1, 2), True, squares), "gain": Dense(slope), "bias": Dense(bias)}
 
 
 def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
@@ -70,7 +103,7 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
     if kernels.has_kernels(x):
         found = Windows(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
         written = not choice.in_registers(x, found.back, geometry)
-        return {"weight": Dense(found.dense(), written=True) if written else found, "bias": bias}
+        return {"weight": found.written() if written else found, "bias": bias}
     weight = _conv_weight(x, g, geometry)
     return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": bias}
 
@@ -108,7 +141,7 @@ def reparametrised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copie
     names = _of_used_weight(layer)
     used: Callable[..., Tensor] = layer.used_weight  # type: ignore[assignment]
     back = vjp(used, *(wide(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
-    through = vmap(back)(found["weight"].dense())
+    through = vmap(back)(wide(found["weight"].dense()))
     return {**found, **{name: Dense(t) for name, t in zip(names, through, strict=True)}}
 
 
@@ -168,6 +201,21 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: layer_norm,
     nn.Embedding: embedding,
 }
+
+
+def is_standardised(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether ``standardised`` is its rule: a convolution that says how its weight is standardised.
+
+    Its method ``standardised(weight)`` gives (W - mean) * r and r; the kernel used is that times ``gain``.
+    """
+    return (
+        isinstance(layer, nn.Conv2d)
+        and hasattr(layer, "standardised")
+        and _of_used_weight(layer) == ["weight", "gain"]
+        and (layer.padding_mode, layer.dilation, layer.groups) == ("zeros", (1, 1), 1)
+        and not isinstance(layer.padding, str)
+        and all(2 * int(p) <= k for p, k in zip(layer.padding, layer.kernel_size, strict=True))
+    )
 
 
 def rule_for(layer: nn.Module) -> Rule | None:

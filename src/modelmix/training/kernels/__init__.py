@@ -52,21 +52,57 @@ class Geometry(NamedTuple):
 # The kernels are imported where they are called: triton is slow to load and not everywhere.
 
 
+def kept_as(x: Tensor) -> torch.dtype:
+    """In what per-sample gradients are written down: sums are in float32, and rounded to what the model runs in."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+
+
 @torch.library.custom_op("modelmix::conv_weight", mutates_args=())
-def conv_weight(x: Tensor, g: Tensor, geometry: list[int]) -> Tensor:
-    """The weight gradient of every sample of a convolution: m x out x kernel x (in / groups), in float32."""
+def conv_weight(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
+    """The weight gradient of every sample of a convolution, m x out x kernel x (in / groups), and its squared norm."""
     from modelmix.training.kernels import convolution
 
     return convolution.conv_weight(x, g, Geometry.of(geometry))
 
 
 @conv_weight.register_fake
-def _(x: Tensor, g: Tensor, geometry: list[int]) -> Tensor:
-    return x.new_empty(x.shape[0] // geometry[-1], *_weight_shape(x, g, geometry), dtype=torch.float32)
+def _(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
+    m = x.shape[0] // geometry[-1]
+    return x.new_empty(m, *_weight_shape(x, g, geometry), dtype=kept_as(x)), x.new_empty(m, dtype=torch.float64)
 
 
 def _weight_shape(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[int, ...]:
     return (g.shape[1], *geometry[:2], x.shape[1] // geometry[-2])
+
+
+@torch.library.custom_op("modelmix::conv_standardised", mutates_args=())
+def conv_standardised(
+    x: Tensor, g: Tensor, geometry: list[int], factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``conv_weight``, through a standardised weight."""
+    from modelmix.training.kernels import convolution
+
+    more = convolution.Standardised(*(t.float().contiguous() for t in (factor, unit, shift, slope)))
+    return convolution.conv_weight(x, g, Geometry.of(geometry), more)
+
+
+@conv_standardised.register_fake
+def _(
+    x: Tensor, g: Tensor, geometry: list[int], factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    m = x.shape[0] // geometry[-1]
+    return x.new_empty(m, *_weight_shape(x, g, geometry), dtype=kept_as(x)), x.new_empty(m, dtype=torch.float64)
+
+
+@torch.library.custom_op("modelmix::products", mutates_args=())
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product of every sample, written down: summed in float32, rounded to what came in."""
+    return torch.bmm(a, b)
+
+
+@products.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
 @torch.library.custom_op("modelmix::conv_powers", mutates_args=())
@@ -135,6 +171,18 @@ def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tens
 @clipped_sum.register_fake
 def _(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
     return scale.new_empty(rows.shape[1]), scale.new_empty(rows.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("modelmix::outer_sum", mutates_args=())
+def outer_sum(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    from modelmix.training.kernels import clipping
+
+    return clipping.outer_sum(back.contiguous(), seen.contiguous(), scale, bound)
+
+
+@outer_sum.register_fake
+def _(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    return scale.new_empty(back.shape[1], seen.shape[1]), torch.empty_like(scale, dtype=torch.int32)
 
 
 @torch.library.custom_op("modelmix::group_norm", mutates_args=())

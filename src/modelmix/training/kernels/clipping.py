@@ -1,6 +1,7 @@
 """Triton: the two passes of clipping, one that measures and one that scales, truncates and sums.
 
-Values are widened to float64 in registers: the bounds hold for what is summed, and nothing wide is ever stored.
+Values are measured and added up in float64, in registers: nothing wide is ever stored. They are scaled and truncated in
+float32, which moves them by at most three roundings, 3 * 2^-24 of themselves; the margin of clipping pays for that too.
 """
 
 from __future__ import annotations
@@ -60,26 +61,33 @@ def _clipped_sum(
     right = d < width
     sums = tl.zeros((BLOCK_M, BLOCK), dtype=tl.float64)
     if TRUNCATE:
-        bound = tl.load(bounds)
+        bound = tl.load(bounds).to(tl.float32)
     for start in range(0, GROUP, 4 * BLOCK_M):
-        # Counting the cut values of a row asks all threads to meet. Four rows share one meeting, 16 bits each.
-        flags = tl.zeros((BLOCK_M, BLOCK), dtype=tl.int64)
+        # Counting the cut values of a row asks threads to meet. Two rows share one meeting, 16 bits each.
+        even = tl.zeros((BLOCK_M, BLOCK), dtype=tl.int32)
+        odd = tl.zeros((BLOCK_M, BLOCK), dtype=tl.int32)
         for turn in tl.static_range(4):
             m = group * GROUP + start + turn * BLOCK_M + tl.arange(0, BLOCK_M)
             factor = tl.load(scale + m, mask=m < samples, other=0.0)
             # What is scaled by 0 is not read: it may be infinite, and must add nothing.
             there = (factor > 0)[:, None] & right[None, :]
-            value = tl.load(rows + m.to(tl.int64)[:, None] * width + d[None, :], mask=there, other=0.0).to(tl.float64)
-            value *= factor[:, None]
+            value = tl.load(rows + m.to(tl.int64)[:, None] * width + d[None, :], mask=there, other=0.0).to(tl.float32)
+            value *= factor.to(tl.float32)[:, None]
             if TRUNCATE:
-                flags += (tl.abs(value) > bound).to(tl.int64) << (16 * turn)
+                flag = (tl.abs(value) > bound).to(tl.int32) << (16 * (turn // 2))
+                if turn % 2 == 0:
+                    even += flag
+                else:
+                    odd += flag
                 value = tl.minimum(tl.maximum(value, -bound), bound)
-            sums += value
+            sums += value.to(tl.float64)
         if TRUNCATE:
-            counts = tl.sum(flags, 1)
+            even_counts = tl.sum(even, 1)
+            odd_counts = tl.sum(odd, 1)
             for turn in tl.static_range(4):
                 m = group * GROUP + start + turn * BLOCK_M + tl.arange(0, BLOCK_M)
-                count = ((counts >> (16 * turn)) & 0xFFFF).to(tl.int32)
+                counts = even_counts if turn % 2 == 0 else odd_counts
+                count = (counts >> (16 * (turn // 2))) & 0xFFFF
                 tl.atomic_add(cut + m, count, mask=(m < samples) & (count > 0))
     tl.store(out + group.to(tl.int64) * width + d, tl.sum(sums, 0), mask=right)
 
@@ -99,4 +107,72 @@ def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tens
     _clipped_sum[(triton.cdiv(width, block), groups)](
         rows, scale, scale if bound is None else bound, out, cut, m, width, group, bound is not None, block_m, block
     )
+    return out.sum(0), cut
+
+
+_MOST_SUMS = 2**22
+
+
+@triton.jit
+def _outer_sum(
+    back,
+    seen,
+    scale,
+    bounds,
+    out,
+    cut,
+    samples,
+    rows,
+    columns,
+    PART: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    part = tl.program_id(2).to(tl.int64)
+    total = tl.zeros((BLOCK_M, BLOCK_R, BLOCK_C), dtype=tl.float64)
+    if TRUNCATE:
+        bound = tl.load(bounds).to(tl.float32)
+    for start in range(0, PART, 2 * BLOCK_M):
+        flags = tl.zeros((BLOCK_M, BLOCK_R, BLOCK_C), dtype=tl.int32)  # as in ``_clipped_sum``
+        for turn in tl.static_range(2):
+            m = part * PART + start + turn * BLOCK_M + tl.arange(0, BLOCK_M)
+            factor = tl.load(scale + m, mask=m < samples, other=0.0)
+            # What is scaled by 0 is not read: it may be infinite, and must add nothing.
+            live = (factor > 0)[:, None]
+            a = tl.load(back + m[:, None] * rows + r[None, :], mask=live & (r < rows)[None, :], other=0.0)
+            b = tl.load(seen + m[:, None] * columns + c[None, :], mask=live & (c < columns)[None, :], other=0.0)
+            value = (a.to(tl.float32) * factor.to(tl.float32)[:, None])[:, :, None] * b.to(tl.float32)[:, None, :]
+            if TRUNCATE:
+                flags += (tl.abs(value) > bound).to(tl.int32) << (16 * turn)
+                value = tl.minimum(tl.maximum(value, -bound), bound)
+            total += value.to(tl.float64)
+        if TRUNCATE:
+            counts = tl.sum(tl.sum(flags, 2), 1)
+            for turn in tl.static_range(2):
+                m = part * PART + start + turn * BLOCK_M + tl.arange(0, BLOCK_M)
+                count = (counts >> (16 * turn)) & 0xFFFF
+                tl.atomic_add(cut + m, count, mask=(m < samples) & (count > 0))
+    place = (part * rows + r.to(tl.int64))[:, None] * columns + c[None, :]
+    tl.store(out + place, tl.sum(total, 0), mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+def outer_sum(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``clipped_sum`` of the outer products of the rows of back and seen, none of which is written down."""
+    (m, rows), columns = back.shape, seen.shape[1]
+    # As many rows at once as fill a block well: every coordinate costs a conversion to float64, padding as well.
+    block_r = next(b for b in (16, 8, 4, 2, 1) if 4 * triton.cdiv(rows, b) * b <= 5 * rows)
+    block_c = 1024 // block_r
+    # Samples that a program adds up: more where the sums of all parts would take much memory.
+    part = max(64, triton.next_power_of_2(triton.cdiv(m * rows * columns, _MOST_SUMS)))
+    parts = max(1, triton.cdiv(m, part))
+    out = torch.empty(parts, rows, columns, dtype=torch.float64, device=back.device)
+    cut = torch.zeros(m, dtype=torch.int32, device=back.device)
+    _outer_sum[(triton.cdiv(columns, block_c), triton.cdiv(rows, block_r), parts)](
+        back, seen, scale, scale if bound is None else bound, out, cut, m, rows, columns,
+        part, bound is not None, 4, block_r, block_c, num_warps=4,
+    )  # fmt: skip
     return out.sum(0), cut

@@ -4,7 +4,8 @@ For sample n and output channel o, the gradient is a sum over positions q of g[n
 small matrix product for every sample. A program computes one tile of it, with the windows read from the image as they
 are needed; sums over positions are kept in float32.
 
-``conv_weight`` writes the tiles down. ``conv_powers`` and ``conv_clipped_sum`` never do: the first measures them, the
+``conv_weight`` writes the tiles down and measures what it wrote, after what a standardised weight makes of them where
+there is one. ``conv_powers`` and ``conv_clipped_sum`` never do: the first measures them, the
 second computes them anew, scales, truncates and adds them up in registers, in float64. Where a layer has few positions
 and many weights that is far less work for the memory. The sum holds to the clip only if both see the same numbers, so
 the second measures again, and whoever calls both compares.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modelmix.training.kernels import Geometry
+from modelmix.training.kernels import Geometry, kept_as
 
 
 @triton.jit
@@ -114,6 +115,11 @@ def _conv_weight(
     x,
     g,
     out,
+    powers,
+    factor,
+    unit,
+    shift,
+    slope,
     xn,
     xc,
     xh,
@@ -143,17 +149,28 @@ def _conv_weight(
     BLOCK_O: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    STANDARDISED: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    x, g, group, o, tap, i = _place(
-        x, g, tl.program_id(1), n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J
-    )
-    sums = _sums(
+    tile = tl.program_id(1)
+    x, g, group, o, tap, i = _place(x, g, tile, n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J)
+    value = _sums(
         x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H, W, OH, OW, CI, CO,
         KH, KW, SH, SW, PH, PW, DH, DW, COPIES, PRECISION, BLOCK_O, BLOCK_J, BLOCK_Q,
     )  # fmt: skip
-    row = out + ((n * GROUPS + group) * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
-    tl.store(row, sums, mask=(o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :])
+    inside = (o < CO)[:, None] & ((tap < KH * KW) & (i < CI))[None, :]
+    row = (group * CO + o)[:, None] * (KH * KW * CI) + (tap * CI + i)[None, :]
+    if STANDARDISED:
+        place = n * GROUPS * CO + group * CO + o
+        a = tl.load(shift + place, mask=o < CO, other=0.0)
+        b = tl.load(slope + place, mask=o < CO, other=0.0)
+        f = tl.load(factor + group * CO + o, mask=o < CO, other=0.0)
+        value = f[:, None] * (value - a[:, None] - b[:, None] * tl.load(unit + row, mask=inside, other=0.0))
+    # Rounded first, measured after: the bound holds for what is read back.
+    kept = tl.where(inside, value, 0.0).to(out.dtype.element_ty)
+    tl.store(out + n * GROUPS * CO * (KH * KW * CI) + row, kept, mask=inside)
+    wide = kept.to(tl.float64)
+    tl.store(powers + (n * tl.num_programs(1) + tile) * BLOCK_O + tl.arange(0, BLOCK_O), tl.sum(wide * wide, 1))
 
 
 @triton.jit
@@ -301,18 +318,38 @@ def _launch(x: Tensor, g: Tensor, geometry: Geometry, widest: int) -> _Launch:
     return _Launch(x.shape[0] // copies, tiles, block_o, (*x.stride(), *g.stride(), *sizes, *moves))
 
 
-def conv_weight(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """m x out x kernel x (in / groups), in float32.
+class Standardised(NamedTuple):
+    """What a standardised weight makes of the gradient G of the kernels used: factor * (G - shift - slope * unit).
+
+    All in float32: factor, a number for every output channel; unit, out x kernel x (in / groups); shift and slope, of
+    every sample and output channel.
+    """
+
+    factor: Tensor
+    unit: Tensor
+    shift: Tensor
+    slope: Tensor
+
+
+def conv_weight(
+    x: Tensor, g: Tensor, geometry: Geometry, standardised: Standardised | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every sample's gradient, and the sum of squares of what was written for each, in float64.
 
     Args:
         x: m * copies images, channels second; g: the gradient of the loss with respect to the layer's output.
+
+    Returns:
+        m x out x kernel x (in / groups), in bfloat16 if the images are and else in float32; m numbers.
     """
-    m, tiles, _, arguments = _launch(x, g, geometry, 128)
+    m, tiles, block_o, arguments = _launch(x, g, geometry, 128)
     shape = (m, g.shape[1], *geometry.kernel, x.shape[1] // geometry.groups)
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(shape, dtype=kept_as(x), device=x.device)
+    squares = torch.zeros(m, tiles * block_o, dtype=torch.float64, device=x.device)
     if out.numel():
-        _conv_weight[(m, tiles)](x, g, out, *arguments, num_warps=4)
-    return out
+        more = standardised or (squares,) * 4  # not read
+        _conv_weight[(m, tiles)](x, g, out, squares, *more, *arguments, standardised is not None, num_warps=4)
+    return out, squares.sum(1)
 
 
 def conv_powers(x: Tensor, g: Tensor, geometry: Geometry, norm: int) -> Tensor:

@@ -1,0 +1,28 @@
+"""What commands that train do before they begin."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from modelmix.errors import ModelMixError
+
+
+@contextmanager
+def needs_torch() -> Iterator[None]:
+    """Around the imports of a command that trains: says what to install where something is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModelMixError(f"training needs {error.name}: install it with pip install 'modelmix[train]'.") from None
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Our own warnings as one line each, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", module="modelmix")
+        warnings.showwarning = lambda message, *_, **__: print(f"modelmix: warning: {message}", file=sys.stderr)
+        yield

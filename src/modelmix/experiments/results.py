@@ -1,0 +1,160 @@
+"""The result of one run as a file: everything needed to print it, to check its epsilon and to run it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelmix.errors import ModelMixError
+from modelmix.experiments.tables import KINDS, TABLES
+from modelmix.files import write_atomically
+from modelmix.privacy.accountant import epsilon as renyi_epsilon
+from modelmix.privacy.comparison import best_epsilon
+from modelmix.privacy.ledger import Ledger
+
+SCHEMA, VERSION = "modelmix-result", 1
+
+_SECTIONS = {
+    "table": str,
+    "row": str,
+    "kind": str,
+    "seed": int,
+    "rehearsal": bool,
+    "recipe": dict,
+    "data": dict,
+    "accuracy": dict,
+    "epsilon": dict,
+    "ledger": dict,
+    "steps": int,
+    "seconds": dict,
+    "hardware": str,
+    "performance": dict,
+    "versions": dict,
+    "date": str,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run.
+
+    Args:
+        table, row, kind, seed: which run of the paper's tables it is.
+        rehearsal: cut short to try things out; never shown as a result.
+        recipe: complete, as ``Recipe.from_mapping`` takes it.
+        data: name and sizes of what it was trained and tested on.
+        accuracy: on the test set, 0 to 1, of the "last" state and of the "average" of states where one was kept.
+            "reported" names the one that counts: the average if the recipe keeps one. It is never chosen by accuracy.
+        epsilon: see ``account``.
+        ledger: what was spent, as in ``ledger.json``.
+        seconds: "training": the steps and checkpoints; "total": with loading and the test.
+    """
+
+    table: str
+    row: str
+    kind: str
+    seed: int
+    rehearsal: bool
+    recipe: Mapping[str, Any]
+    data: Mapping[str, Any]
+    accuracy: Mapping[str, Any]
+    epsilon: Mapping[str, Any]
+    ledger: Mapping[str, Any]
+    steps: int
+    seconds: Mapping[str, float]
+    hardware: str
+    performance: Mapping[str, Any]
+    versions: Mapping[str, str]
+    date: str
+    path: Path | None = field(default=None, compare=False)
+
+    @property
+    def reported(self) -> float:
+        """The test accuracy that counts, in per cent."""
+        return 100 * float(self.accuracy[self.accuracy["reported"]])
+
+    def proved_epsilon(self, enough: float = 0.0) -> float | None:
+        """Recomputed from the ledger, to be as small as ``enough`` if it can; None where no proof covers the run."""
+        ledger = Ledger.from_json(json.dumps(self.ledger))
+        if ledger.unproved:
+            return None
+        delta = float(self.recipe.get("delta", 1e-5))
+        renyi = renyi_epsilon(ledger, delta)
+        return renyi if renyi <= enough else best_epsilon(ledger, delta).epsilon
+
+    def save(self, path: Path) -> None:
+        """Written whole or not at all."""
+        body = {name: value for name, value in asdict(self).items() if name != "path"}
+        write_atomically(path, json.dumps({"schema": SCHEMA, "version": VERSION, **body}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Refuses in one line what this program did not write."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelMixError(f"cannot read {path}: {error.strerror}.") from None
+        except (ValueError, RecursionError):
+            raise ModelMixError(f"{path} is not whole JSON: it was cut off or edited; restore it.") from None
+        if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
+            raise ModelMixError(f"{path} is not the result of a run: move it away.")
+        if (version := found.pop("version", None)) != VERSION:
+            raise ModelMixError(
+                f"{path} is of version {version!r} and this program reads version {VERSION}: use the program that "
+                "wrote it, or move it away."
+            )
+        odd = [name for name, kind in _SECTIONS.items() if type(found.get(name)) is not kind]
+        odd += [name for name in found if name not in _SECTIONS]
+        if odd:
+            raise ModelMixError(f"{path} was edited: {', '.join(odd)} cannot be right; restore it.")
+        result = cls(**found, path=path)
+        try:
+            Ledger.from_json(json.dumps(result.ledger))
+            known = result.table in TABLES and result.kind in KINDS and 0 <= result.reported <= 100
+            if not known or not all(float(result.seconds[name]) >= 0 for name in ("training", "total")):
+                raise ValueError
+        except ModelMixError as error:
+            raise ModelMixError(f"{path}: {error}") from None
+        except (KeyError, TypeError, ValueError):
+            raise ModelMixError(f"{path} was edited: its numbers cannot be right; restore it.") from None
+        return result
+
+
+def place(table: str, row: str, kind: str, seed: int) -> Path:
+    """Where the result of a run lies within a folder of results."""
+    return Path(table) / row / f"{kind}-{seed}.json"
+
+
+def read(folders: Iterator[Path] | list[Path]) -> list[Result]:
+    """All results in some folders, ordered by their names. Rehearsals are elsewhere and none of them."""
+    found = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ModelMixError(f"{folder} is not a folder of results: give one that modelmix reproduce wrote.")
+        found += [Result.load(path) for table in TABLES for path in sorted(folder.glob(f"{table}/*/*.json"))]
+    return [result for result in found if not result.rehearsal]
+
+
+def account(ledger: Ledger, delta: float) -> dict[str, Any]:
+    """What is known of a run's epsilon, and by which conversions.
+
+    For an honest run the smallest proved epsilon; for one that broke a rule of the proof what it would claim, under
+    that name, by its authors' conversion.
+    """
+    claimed = Ledger(ledger.phases)
+    numbers = {
+        "Renyi, improved conversion": renyi_epsilon(claimed, delta),
+        "Renyi, classic conversion": renyi_epsilon(claimed, delta, conversion="classic"),
+    }
+    if ledger.unproved:
+        classic = numbers["Renyi, classic conversion"]
+        return {"status": "not proved", "delta": delta, "claimed": classic, "by": "Renyi, classic conversion",
+                "broken": list(ledger.unproved)}  # fmt: skip
+    best = best_epsilon(ledger, delta)
+    if best.accountant == "PLD":
+        numbers["privacy-loss distribution"] = best.epsilon
+    by = min(numbers, key=lambda name: numbers[name])
+    return {"status": "proved", "delta": delta, "value": numbers[by], "by": by, "all": numbers}

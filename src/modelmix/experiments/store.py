@@ -1,0 +1,65 @@
+"""What many runs in one process share: samples and features, copied to the device once, and compiled engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from modelmix.data import DataSet, load
+from modelmix.experiments.preparation import Prepared, prepare
+from modelmix.experiments.recipe import Recipe
+from modelmix.models import Pixels, build
+from modelmix.training import Performance
+from modelmix.training.engines import Engine
+
+
+class Store:
+    """What runs train on and with. It keeps one data set at a time, with everything that was prepared from it.
+
+    Args:
+        data_dir: where public sets are looked for.
+        performance: of all the runs.
+    """
+
+    def __init__(self, data_dir: Path | None, performance: Performance) -> None:
+        self._data_dir, self._performance = data_dir, performance
+        self.device = performance.find_device()
+        self._source = ""
+        self._data: DataSet | None = None
+        self._prepared: dict[tuple[str | None, str | None], Prepared] = {}
+        self._engines: dict[Any, Engine] = {}
+
+    def prepared(self, recipe: Recipe, run: Path) -> Prepared:
+        """What this recipe trains on; ``run`` is the folder of its run, which may have released moments already."""
+        if self._data is None or self._source != recipe.data:
+            self._data, self._prepared = None, {}  # room before the next one comes
+            self._data, self._source = load(recipe.data, self._data_dir), recipe.data
+        if recipe.normalise == "private":
+            recipe.plan(len(self._data.train))  # refuses a run that cannot pay, before its moments are released
+            return prepare(recipe, self._data, self.device, run)
+        key = recipe.features, recipe.normalise
+        if key not in self._prepared:
+            self._prepared[key] = prepare(recipe, self._data, self.device)
+        return self._prepared[key]
+
+    def engine(self, recipe: Recipe, prepared: Prepared) -> Engine:
+        """An engine for the network of this recipe: compiling one can take longer than a short run."""
+        shape, classes = prepared.data.shape, len(prepared.data.classes)
+        key = recipe.model, shape, classes
+        if key not in self._engines:
+            knobs = self._performance
+            self._engines[key] = Engine(
+                Pixels(build(recipe.model, shape, classes)).to(self.device),
+                nn.CrossEntropyLoss(),
+                prepared.train.head(3),
+                name=knobs.engine,
+                precision=knobs.precision,
+                compiled=knobs.compiled,
+            )
+        return self._engines[key]
+
+    def forget_engines(self) -> None:
+        """After a run that failed: what it left in them, or the memory they hold, may be the reason."""
+        self._engines = {}

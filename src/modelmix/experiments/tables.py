@@ -1,0 +1,167 @@
+"""Tables 1, 2 and 3 of the paper as data: what every row prints, and how each kind of run of it is trained.
+
+A row is a file ``recipes/TABLE/ROW.toml``: the printed numbers, and one section for every kind of run. A section holds
+what a recipe holds; ``extends`` names files of ``recipes/base``, of which later ones go over earlier ones and the
+section over all. Without a noise multiplier the noise is calibrated to the row's epsilon.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelmix.errors import ModelMixError
+from modelmix.experiments.recipe import Recipe, read_mapping
+
+RECIPES = Path(__file__).parent / "recipes"
+TABLES = ("table1", "table2", "table3")
+KINDS = {
+    "released": "the authors' configuration; its epsilon is claimed, not proved",
+    "paper": "Algorithm 1 as printed, with the paper's settings",
+    "plain": "plain DP-SGD, with the paper's settings for it",
+    "gaussian": "Algorithm 1 with the mixing replaced by Gaussian noise of the same epsilon",
+    "best": "the strongest run that is proved",
+}
+"""The kinds of runs, in the order of the columns."""
+
+_ABOUT = "table"  # recipes/TABLE/table.toml: what holds for all rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the paper.
+
+    Args:
+        name: "table1", "table2" or "table3".
+        title: its number and subject.
+        network: what is trained.
+        absent: kind -> why this table has no run of it.
+        rows: in the order of the paper.
+    """
+
+    name: str
+    title: str
+    network: str
+    absent: Mapping[str, str]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One printed number and the runs that stand beside it. Accuracies are in per cent.
+
+    Args:
+        table: the name of its table.
+        name: the name of its file.
+        data: the data set, in words.
+        epsilon: at which the paper prints ``accuracy``, and of every run but plain ones.
+        accuracy: printed for the paper's method.
+        plain_accuracy: printed for plain DP-SGD; Table 1 quotes Tramer and Boneh.
+        plain_epsilon: at which the paper prints ``plain_accuracy``, and of plain runs.
+        sections: kind -> what its recipe says.
+        note: what a reader of the row must know.
+    """
+
+    table: str
+    name: str
+    data: str
+    epsilon: float
+    accuracy: float
+    plain_accuracy: float
+    plain_epsilon: float
+    sections: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    note: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for kind in KINDS if kind in self.sections)
+
+    def target(self, kind: str) -> float:
+        """The epsilon of a kind of run."""
+        return self.plain_epsilon if kind == "plain" else self.epsilon
+
+    def printed(self, kind: str) -> float:
+        """The paper's accuracy that a kind of run is compared with."""
+        return self.plain_accuracy if kind == "plain" else self.accuracy
+
+    def recipe(self, kind: str, seed: int | None = None) -> Recipe:
+        """The recipe of one run."""
+        if kind not in KINDS:
+            raise ModelMixError(f"there is no kind {kind!r}: {_nearest(kind, KINDS)}")
+        if kind not in self.sections:
+            why = _table(RECIPES, self.table).absent.get(kind, f"the row has {', '.join(self.kinds)}")
+            raise ModelMixError(f"{self.table}, {self.name} has no {kind} run: {why}.")
+        found = _extended(self.sections[kind])
+        if "noise_multiplier" not in found:
+            found["epsilon"] = self.target(kind)
+        return Recipe.from_mapping({**found, "name": f"{self.table}/{self.name}/{kind}", "seed": seed})
+
+
+def table(name: str) -> Table:
+    """A table by its name."""
+    if name not in TABLES:
+        raise ModelMixError(f"there is no {name!r}: {_nearest(name, TABLES)}")
+    return _table(RECIPES, name)
+
+
+def rows(name: str) -> tuple[Row, ...]:
+    """The rows of a table, in the order of the paper."""
+    return table(name).rows
+
+
+def row(name: str, wanted: str) -> Row:
+    """A row of a table by its name."""
+    found = {row.name: row for row in rows(name)}
+    if wanted not in found:
+        raise ModelMixError(f"{name} has no row {wanted!r}: {_nearest(wanted, found)}")
+    return found[wanted]
+
+
+def _nearest(wanted: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wanted, list(known), 1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}."
+
+
+@functools.lru_cache(maxsize=8)
+def _table(root: Path, name: str) -> Table:
+    folder = root / name
+    about = _checked(folder / f"{_ABOUT}.toml", {"title": str, "network": str}, {"absent": dict})
+    found = [_row(name, path) for path in folder.glob("*.toml") if path.stem != _ABOUT]
+    order = sorted(found, key=lambda row: (row.data, row.epsilon))
+    return Table(name, about["title"], about["network"], about.get("absent", {}), tuple(order))
+
+
+def _row(table: str, path: Path) -> Row:
+    needed = {"data": str, "epsilon": float, "accuracy": float, "plain_accuracy": float}
+    found = _checked(path, needed, {"plain_epsilon": float, "note": str, **dict.fromkeys(KINDS, dict)})
+    sections = {kind: found.pop(kind) for kind in KINDS if kind in found}
+    return Row(table, path.stem, **{"plain_epsilon": found["epsilon"], **found}, sections=sections)
+
+
+def _checked(path: Path, needed: Mapping[str, type], allowed: Mapping[str, type]) -> dict[str, Any]:
+    """The content of a file that has all of ``needed``, maybe some of ``allowed``, and nothing else."""
+    found = read_mapping(path)
+    kinds = {**needed, **allowed}
+    for name, value in found.items():
+        if name not in kinds:
+            raise ModelMixError(f"{path} has an unknown {name!r}: {_nearest(name, kinds)}")
+        if not isinstance(value, kinds[name]):
+            raise ModelMixError(f"{path}: {name} = {value!r} is not of the right kind.")
+    if missing := [name for name in needed if name not in found]:
+        raise ModelMixError(f"{path} does not say {', '.join(missing)}.")
+    return found
+
+
+def _extended(section: Mapping[str, Any], through: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A section with everything it extends, and without the word."""
+    names = section.get("extends", [])
+    out: dict[str, Any] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if name in through:
+            raise ModelMixError(f"recipes extend each other in a circle: {', '.join((*through, name))}.")
+        out |= _extended(read_mapping(RECIPES / "base" / f"{name}.toml"), (*through, name))
+    return out | {name: value for name, value in section.items() if name != "extends"}

@@ -1,0 +1,66 @@
+"""Features of images from a network that is not trained any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812, the name everybody knows
+from torch import Tensor
+
+from modelmix.data.dataset import to_float
+from modelmix.errors import ModelMixError
+from modelmix.features.weights import Prior
+from modelmix.models.residual import WideResNet16
+
+_SMALLEST = 16  # pixels of a side
+_AT_ONCE = {"cpu": 64, "cuda": 2048}
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """What a prior sees in an image: its second and its last maps, averaged over the quarters of the image.
+
+    4 * (128 + 256) = 1,536 numbers for a WRN-16-4, scaled to the length 1: a function of one image alone.
+    """
+
+    prior: Prior
+    device: torch.device | str | None = None
+
+    name: ClassVar[str] = "prior"
+    version: ClassVar[int] = 1  # count up whenever the features of any image change
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """All that the features depend on, besides the images and the version."""
+        return {"weights": self.prior.digest}
+
+    def shape(self, images: Tensor) -> tuple[int, ...]:
+        """The shape of the features of ``images``; refuses what the network does not take."""
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+            raise ModelMixError(
+                f"images are {images.dtype} with shape {tuple(images.shape)}: a prior takes uint8 N x C x H x W with 1 "
+                "or 3 colours."
+            )
+        if len(images) == 0 or min(images.shape[2:]) < _SMALLEST:
+            raise ModelMixError(f"a prior needs one or more images of {_SMALLEST} pixels a side or more.")
+        return len(images), 4 * 96 * self.prior.lesson.width
+
+    def batches(self, images: Tensor) -> Iterator[Tensor]:
+        """The features of a few images after the other, float32 on the device."""
+        self.shape(images)
+        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        network = self._network.to(device)
+        with torch.no_grad():
+            for batch in torch.split(images, _AT_ONCE.get(device.type, 64)):
+                x = to_float(batch.to(device))
+                second, last = network.maps(x.expand(-1, 3, -1, -1))
+                quarters = [F.adaptive_avg_pool2d(t, 2).flatten(1) for t in (second, last)]
+                yield F.normalize(torch.cat([F.normalize(q, dim=1) for q in quarters], 1), dim=1)
+
+    @cached_property
+    def _network(self) -> WideResNet16:
+        return self.prior.network()
