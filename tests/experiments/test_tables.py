@@ -76,7 +76,7 @@ def test_the_settings_of_the_paper():
     for row in (*tables.rows("table2"), *tables.rows("table3")):
         recipe = row.recipe("paper")
         q, steps, omega = resnet[recipe.data]
-        (phase,) = recipe.plan(SAMPLES[recipe.data]).phases
+        (phase,) = recipe.changed(noise_multiplier=1.0).plan(SAMPLES[recipe.data]).phases
         assert (phase.steps, phase.mechanism.p) == (steps, 100)
         assert (phase.mechanism.sample_rate, phase.mechanism.mixing_width) == pytest.approx((q, omega))
         assert (recipe.model, recipe.clip, recipe.lr, recipe.padding) == ("resnet20", 20.0, 0.15, "paper")
@@ -89,7 +89,7 @@ def test_the_settings_of_the_paper():
         assert (lr.at(int(0.85 * steps)), lr.at(int(0.85 * steps) + 1)) == pytest.approx((0.15, 0.015))
     for row in tables.rows("table1"):
         recipe = row.recipe("paper")
-        first, second = recipe.plan(SAMPLES[recipe.data]).phases
+        first, second = recipe.changed(noise_multiplier=1.0).plan(SAMPLES[recipe.data]).phases
         assert first.steps == second.steps == recipe.steps // 2 == {"cifar10": 350, "fashion-mnist": 400}[recipe.data]
         assert (first.mechanism.mixing_width, second.mechanism.mixing_width) == pytest.approx((409.6, 204.8))
         assert (recipe.clip, recipe.lr, recipe.batch, recipe.normalise) == (1.0, 0.4, 8192, "group")

@@ -304,3 +304,32 @@ def test_attention_is_replayed_unless_it_drops_something(fast_compiler, dropout)
     engine(flat.views(flat.read()), x, y, one, Clip(1.0))
     (found,) = engine._compiled.values()
     assert found._draws is (dropout > 0)
+
+
+def test_an_engine_serves_many_models_of_one_builder(fast_compiler):
+    """Compiled once, with other weights: the same run as with an engine of its own."""
+    x, y = torch.randn(24, 3, 4, 4), torch.randint(0, 10, (24,))
+    shared = Engine(images(), nn.CrossEntropyLoss(), (x[:3], y[:3]), compiled=True)
+    states = []
+    for seed in (1, 2):
+        for engine in (None, shared):
+            torch.manual_seed(seed)
+            run = Trainer(
+                images(), nn.CrossEntropyLoss(), (x, y), Mechanism(1.0, 0.5), 1.0, 0.5, seed=seed, engine=engine,
+                performance=Performance(compiled=True, chunk=8),
+            )  # fmt: skip
+            states.append(run.run(3, progress=False).state.last)
+    assert len(shared._compiled) == 1
+    torch.testing.assert_close(states[0], states[1])
+    torch.testing.assert_close(states[2], states[3])
+    assert not torch.allclose(states[0], states[2])
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 10)), Frozen, lambda: images().double()]
+)
+def test_an_engine_refuses_a_model_that_is_not_its_own(model):
+    x, y = torch.randn(24, 3, 4, 4), torch.randint(0, 10, (24,))
+    engine = Engine(Frozen() if model is Frozen else images(), nn.CrossEntropyLoss(), (x[:3], y[:3]))
+    with pytest.raises(ModelMixError, match="made for another model: leave engine out"):
+        engine.require_fit(model())

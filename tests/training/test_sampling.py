@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix.errors import ModelMixError
-from modelmix.training import Performance, Randomness, Trainer
+from modelmix.training import Performance, Randomness, Trainer, sampling
 from modelmix.training.sampling import as_source, pieces
 
 
@@ -205,6 +205,22 @@ class Named(Squares):
     """A data set that happens to have attributes x and y: what counts is what it gives."""
 
     x, y = torch.zeros(5), torch.zeros(5)
+
+
+def test_tensors_are_known_by_their_values_and_looked_at_again_when_they_change(monkeypatch):
+    x, y, salt = torch.arange(12.0).reshape(6, 2), torch.arange(6), b"0" * 16
+    source, looks = as_source((x, y)), []
+    genuine = sampling._digest_of
+    monkeypatch.setattr(sampling, "_digest_of", lambda *a: looks.append(a) or genuine(*a))
+    first = source.fingerprint(salt)
+    assert source.fingerprint(salt) == first != source.fingerprint(b"1" * 16)
+    assert len(looks) == 1
+    assert as_source((x.clone(), y)).fingerprint(salt) == first
+    x[3, 1] += 1
+    assert source.fingerprint(salt) != first
+    x[3, 1] -= 1
+    assert source.fingerprint(salt) == first
+    assert as_source((x.double(), y)).fingerprint(salt) != first
 
 
 def test_a_dataset_is_known_by_what_it_gives():

@@ -44,7 +44,7 @@ def print_recipe(table: str, choice: Choice) -> None:
         raise ModelMixError("--print-recipe is for one run: give one --row and one --kind.")
     recipe = tables.row(table, choice.rows[0]).recipe(choice.kinds[0], choice.first_seed)
     changes = {name: getattr(choice, name) for name in ("steps", "batch") if getattr(choice, name) is not None}
-    print(recipe.changed(**changes).as_toml() if changes else recipe.as_toml(), end="")
+    print(recipe.changed(**changes).as_toml(), end="")
 
 
 def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knobs: Knobs, json: bool) -> None:
@@ -98,7 +98,8 @@ def _carry_out(
         except Exception as error:  # whatever it was, it must not cost the runs that follow
             failed.append({"run": run.name, "why": reason(error)})
             _say(f"{head}: FAILED: {failed[-1]['why']}")
-        tidy(store, failed=bool(failed) and failed[-1]["run"] == run.name)
+            store.forget_engines()  # what it left in them, or the memory they hold, may be the reason
+        tidy(store.device)
     return done, failed
 
 

@@ -56,7 +56,7 @@ class Run:
         """A run as its row says, or a rehearsal of fewer steps or smaller batches."""
         recipe = row.recipe(kind, seed)
         changes = {name: value for name, value in (("steps", steps), ("batch", batch)) if value is not None}
-        return cls(row, kind, seed, recipe.changed(**changes) if changes else recipe, bool(changes))
+        return cls(row, kind, seed, recipe.changed(**changes), bool(changes))
 
     @property
     def name(self) -> str:
@@ -101,16 +101,17 @@ def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Re
             tested=False,
             engine=store.engine(run.recipe, prepared),
         )
-        every = -(-run.recipe.steps // _CHECKPOINTS)
+        ready, every = time.monotonic(), -(-run.recipe.steps // _CHECKPOINTS)
         trainer.run(max(0, run.recipe.steps - trainer.step), evaluate_every=every)
-        result = _result(run, trainer, prepared, performance, began)
+        # A run that was interrupted has trained before: only its loading and testing are of this process.
+        result = _result(run, trainer, prepared, performance, began + time.monotonic() - ready)
     path = run.file(out)
     result.save(path)
     return replace(result, path=path)
 
 
 def _result(run: Run, trainer: Trainer, prepared: Prepared, performance: Performance, began: float) -> Result:
-    recipe = run.recipe
+    recipe, trained = run.recipe, float(trainer.metrics[-1]["seconds"])
     accuracy = {
         "reported": "last" if recipe.ema is None else "average",
         "last": trainer.evaluate(prepared.test)["accuracy"],
@@ -129,10 +130,7 @@ def _result(run: Run, trainer: Trainer, prepared: Prepared, performance: Perform
         epsilon=account(trainer.ledger, recipe.delta),
         ledger=json.loads(trainer.ledger.to_json()),
         steps=trainer.step,
-        seconds={
-            "training": trainer.metrics[-1]["seconds"],
-            "total": round(time.monotonic() - began, 3),
-        },
+        seconds={"training": trained, "total": round(trained + time.monotonic() - began, 3)},
         hardware=hardware(prepared.device),
         performance={
             "device": prepared.device.type,
@@ -158,12 +156,10 @@ def hardware(device: torch.device) -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
-def tidy(store: Store, failed: bool) -> None:
+def tidy(device: torch.device) -> None:
     """Gives back what the last run held, so that the next one finds a free device."""
-    if failed:
-        store.forget_engines()
-    gc.collect()
-    if store.device.type == "cuda":
+    if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def place(table: str, row: str, kind: str, seed: int) -> Path:
     return Path(table) / row / f"{kind}-{seed}.json"
 
 
-def read(folders: Iterator[Path] | list[Path]) -> list[Result]:
+def read(folders: Iterable[Path]) -> list[Result]:
     """All results in some folders, ordered by their names. Rehearsals are elsewhere and none of them."""
     found = []
     for folder in folders:

@@ -61,5 +61,5 @@ class Store:
         return self._engines[key]
 
     def forget_engines(self) -> None:
-        """After a run that failed: what it left in them, or the memory they hold, may be the reason."""
+        """The next run makes its own."""
         self._engines = {}

@@ -41,6 +41,7 @@ class Table:
         network: what is trained.
         absent: kind -> why this table has no run of it.
         rows: in the order of the paper.
+        note: what a reader of the table must know.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Table:
     network: str
     absent: Mapping[str, str]
     rows: tuple[Row, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,10 @@ def _nearest(wanted: str, known: Iterable[str]) -> str:
 @functools.lru_cache(maxsize=8)
 def _table(root: Path, name: str) -> Table:
     folder = root / name
-    about = _checked(folder / f"{_ABOUT}.toml", {"title": str, "network": str}, {"absent": dict})
+    about = _checked(folder / f"{_ABOUT}.toml", {"title": str, "network": str}, {"absent": dict, "note": str})
     found = [_row(name, path) for path in folder.glob("*.toml") if path.stem != _ABOUT]
     order = sorted(found, key=lambda row: (row.data, row.epsilon))
-    return Table(name, about["title"], about["network"], about.get("absent", {}), tuple(order))
+    return Table(name, rows=tuple(order), **{"absent": {}, **about})
 
 
 def _row(table: str, path: Path) -> Row:

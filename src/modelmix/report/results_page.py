@@ -79,7 +79,8 @@ def printed(row: Row) -> tuple[str, str]:
 
 def notes(table: Table) -> list[str]:
     """What a reader of the table must know."""
-    out = [f"No {kind} runs: {why}." for kind, why in table.absent.items()]
+    out = [table.note] if table.note else []
+    out += [f"No {kind} runs: {why}." for kind, why in table.absent.items()]
     for text in dict.fromkeys(row.note for row in table.rows if row.note):
         out.append(f"{', '.join(row.name for row in table.rows if row.note == text)}: {text}")
     return out

@@ -1,0 +1,429 @@
+"""``modelmix reproduce`` on small tables: to the end, interrupted, failing, rehearsed, and on a bare machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import modelmix as mm
+from modelmix.data import DataSet, Split
+from modelmix.experiments import store, tables
+from modelmix.experiments.recipe import Recipe
+from modelmix.experiments.results import Result, account
+from modelmix.report import page
+from modelmix.training import Trainer
+from modelmix.training.engines import engine
+
+ROW = """
+data = "Blobs"
+epsilon = {epsilon}
+accuracy = 60.0
+plain_accuracy = 50.0
+
+[released]
+extends = ["small", "mixed"]
+mechanism = "released"
+momentum = 0.9
+second_start = true
+
+[paper]
+extends = ["small", "mixed"]
+padding = "paper"
+
+[plain]
+extends = "small"
+mechanism = "plain"
+noise_multiplier = {z}
+
+[gaussian]
+extends = "small"
+mechanism = "average"
+
+[best]
+extends = "small"
+mechanism = "plain"
+ema = 0.9999
+"""
+SMALL = 'data = "{folder}/data.npz"\nmodel = "linear"\nsteps = 6\nbatch = 40\nlr = 1.0\n'
+MIXED = 'mechanism = "modelmix"\nmixing_width = 2.0\n'
+
+
+@pytest.fixture(autouse=True)
+def without_pages(monkeypatch):
+    """The page of a run is tested elsewhere and takes longer than a run of these."""
+    monkeypatch.setattr(page, "write_report", lambda folder: None)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A world with three small tables and small data; commands run in it."""
+    rng = np.random.default_rng(0)
+    y = np.arange(300) % 3
+    x = (rng.normal(size=(300, 6)) + 2 * np.eye(3, 6)[y]).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x_train=x[:240], y_train=y[:240], x_test=x[240:], y_test=y[240:])
+    root = tmp_path / "recipes"
+    for name in ("base", *tables.TABLES):
+        (root / name).mkdir(parents=True)
+        (root / name / "table.toml").write_text(f'title = "{name}"\nnetwork = "linear"')
+    (root / "base" / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    (root / "base" / "mixed.toml").write_text(MIXED)
+    (root / "table1" / "one.toml").write_text(ROW.format(epsilon=2.0, z=2.0))
+    (root / "table1" / "two.toml").write_text(ROW.format(epsilon=4.0, z=1.0))
+    monkeypatch.setattr(tables, "RECIPES", root)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, row: str, kind: str, seed: int = 1) -> Result:
+    return Result.load(folder / "results" / "table1" / row / f"{kind}-{seed}.json")
+
+
+# To the end.
+
+
+def test_every_run_ends_in_a_result_that_can_be_checked(run, folder):
+    code, out, err = run("reproduce", "table1", "--row", "one", "--seeds", 2)
+    assert (code, out) == (0, "")
+    assert "10 runs, 0 of them done; 60 steps to take at most" in err
+    assert "10 of 10 runs have a result" in err
+    for row in tables.rows("table1")[:1]:
+        for kind in row.kinds:
+            for seed in (1, 2):
+                found = load(folder, row.name, kind, seed)
+                recipe = Recipe.from_mapping(found.recipe)
+                assert recipe == row.recipe(kind, seed)
+                assert (found.kind, found.seed, found.steps, found.rehearsal) == (kind, seed, 6, False)
+                assert found.data == {"name": "data", "train": 240, "test": 60}
+                assert 0 < found.reported <= 100
+                assert found.seconds["training"] <= found.seconds["total"]
+                folder_of_run = folder / "results" / "runs" / "table1" / row.name / f"{kind}-{seed}"
+                ledger = mm.Ledger.load(folder_of_run / "ledger.json")
+                assert found.ledger == json.loads(ledger.to_json())
+                assert found.epsilon == account(ledger, 1e-5)
+
+
+def test_an_epsilon_is_proved_or_it_says_not(run, folder):
+    run("reproduce", "table1", "--row", "one")
+    for kind in tables.KINDS:
+        found = load(folder, "one", kind)
+        if kind == "released":
+            assert (found.epsilon["status"], found.proved_epsilon()) == ("not proved", None)
+            assert "value" not in found.epsilon
+            assert len(found.epsilon["broken"]) == 4
+            assert found.epsilon["claimed"] > 2  # by its authors' conversion, the classic one
+        else:
+            assert found.epsilon["status"] == "proved"
+            assert found.proved_epsilon() == found.epsilon["value"] == min(found.epsilon["all"].values())
+            assert found.epsilon["value"] <= (2 if kind != "plain" else 100)
+
+
+def test_the_average_is_reported_where_the_recipe_keeps_one_even_if_it_is_worse(run, folder, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, data, averaged=False: {"accuracy": 0.1 if averaged else 0.9})
+    run("reproduce", "table1", "--row", "one", "--kind", "best", "--kind", "plain")
+    averaged, plain = load(folder, "one", "best"), load(folder, "one", "plain")
+    assert averaged.accuracy == {"reported": "average", "last": 0.9, "average": 0.1}
+    assert plain.accuracy == {"reported": "last", "last": 0.9, "average": None}
+    assert (averaged.reported, plain.reported) == (10, 90)
+
+
+def test_the_test_set_is_read_after_the_last_step_only(run, folder, monkeypatch):
+    genuine, seen = Trainer.evaluate, []
+
+    def evaluate(self, *arguments, **options):
+        seen.append((self.step, self._test))
+        return genuine(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    assert run("reproduce", "table1", "--row", "one", "--kind", "plain", "--seeds", 2)[0] == 0
+    assert seen == [(6, None)] * 2
+    metrics = json.loads((folder / "results/runs/table1/one/plain-1/metrics.json").read_text())["rows"]
+    assert not any("test_accuracy" in row for row in metrics)
+
+
+def test_finished_runs_are_skipped_and_nothing_is_loaded_for_them(run, folder, monkeypatch):
+    options = ["reproduce", "table1", "--row", "one", "--kind", "plain"]
+    run(*options)
+    before = (folder / "results/table1/one/plain-1.json").read_bytes()
+    monkeypatch.setattr(store, "load", None)
+    code, _, err = run(*options)
+    assert code == 0
+    assert "1 runs, 1 of them done; 0 steps" in err
+    assert (folder / "results/table1/one/plain-1.json").read_bytes() == before
+
+
+def test_data_is_loaded_once_and_a_network_compiled_once(run, folder, monkeypatch):
+    loads, engines = [], []
+    genuine, engine_of = store.load, store.Engine
+    monkeypatch.setattr(store, "load", lambda *a: loads.append(a) or genuine(*a))
+    monkeypatch.setattr(store, "Engine", lambda *a, **k: engines.append(a) or engine_of(*a, **k))
+    assert run("reproduce", "table1", "--kind", "paper", "--kind", "plain")[0] == 0
+    assert (len(loads), len(engines)) == (1, 1)
+
+
+def test_sharing_changes_no_result(run, folder):
+    """Run after others, and alone by the train command."""
+    run("reproduce", "table1", "--kind", "paper", "--kind", "gaussian")
+    code, recipe, _ = run("reproduce", "table1", "--row", "two", "--kind", "gaussian", "--print-recipe")
+    (folder / "recipe.toml").write_text(recipe)
+    code, out, _ = run("train", folder / "recipe.toml", "--out", folder / "alone", "--json")
+    assert code == 0
+    assert json.loads(out)["test_accuracy"] == load(folder, "two", "gaussian").accuracy["last"]
+    alone = torch.load(folder / "alone" / "model.pt", weights_only=True)
+    shared = torch.load(folder / "results/runs/table1/two/gaussian-1/model.pt", weights_only=True)
+    assert all(torch.equal(alone[key], shared[key]) for key in alone)
+
+
+def test_json_for_scripts(run, folder):
+    code, out, _ = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--json")
+    found = json.loads(out)
+    assert (code, found["failed"]) == (0, [])
+    assert Path(found["results"][0]["file"]).is_file()
+
+
+# Interrupted and failing.
+
+
+def test_ctrl_c_keeps_everything(run, folder, monkeypatch):
+    options = ["reproduce", "table1", "--kind", "paper", "--chunk", 8]
+    run(*options, "--out", "whole")
+    genuine, calls = engine.sum_of_chunk, [0]
+
+    def sum_of_chunk(*arguments: object) -> object:
+        calls[0] += 1
+        if calls[0] == 45:
+            raise KeyboardInterrupt
+        return genuine(*arguments)
+
+    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    code, _, err = run(*options)
+    assert code == 130
+    assert "stopped in table1 two paper, seed 1: nothing is lost; the same command goes on here." in err
+    assert (folder / "results/table1/one/paper-1.json").exists()
+    assert not (folder / "results/table1/two").exists()
+    code, _, err = run(*options)
+    assert code == 0
+    assert "2 runs, 1 of them done" in err
+    for row in ("one", "two"):
+        ours = Result.load(folder / "results" / "table1" / row / "paper-1.json")
+        whole = Result.load(folder / "whole" / "table1" / row / "paper-1.json")
+        assert (ours.accuracy, ours.epsilon, ours.ledger) == (whole.accuracy, whole.epsilon, whole.ledger)
+        assert 0 < ours.seconds["training"] <= ours.seconds["total"]
+        models = [folder / root / "runs/table1" / row / "paper-1/model.pt" for root in ("results", "whole")]
+        assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_a_run_that_fails_is_named_and_the_next_begins(run, folder):
+    row = (folder / "recipes/table1/one.toml").read_text()
+    (folder / "recipes/table1/one.toml").write_text(row.replace("[plain]\n", "[plain]\nlr = 1e308\n"))
+    code, out, err = run("reproduce", "table1", "--kind", "plain", "--kind", "gaussian", "--json")
+    assert code == 1
+    (failed,) = json.loads(out)["failed"]
+    assert failed["run"] == "table1 one plain, seed 1"
+    assert "not finite" in failed["why"]
+    assert sum("FAILED" in line for line in err.splitlines()) == 1
+    assert not (folder / "results/table1/one/plain-1.json").exists()
+    assert load(folder, "two", "gaussian").steps == 6
+
+
+def test_whatever_a_run_raises_is_one_line(run, folder, monkeypatch):
+    errors = iter(
+        [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RuntimeError("an\nodd\nthing"), OSError(28, "x")]
+    )
+
+    def sum_of_chunk(*_: object) -> object:
+        raise next(errors)
+
+    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    code, out, err = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--seeds", 3, "--json")
+    why = [failed["why"] for failed in json.loads(out)["failed"]]
+    assert code == 1
+    assert why[0] == "the device has not enough memory: give a smaller --chunk."
+    assert why[1] == "RuntimeError: an odd thing"
+    assert "Traceback" not in err
+
+
+def test_missing_and_damaged_data(run, folder):
+    data = (folder / "data.npz").read_bytes()
+    (folder / "data.npz").write_bytes(data[:1000])
+    code, out, _ = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--json")
+    assert code == 1
+    assert "data.npz" in json.loads(out)["failed"][0]["why"]
+    (folder / "data.npz").unlink()
+    code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "plain")
+    assert code == 1
+    assert "is not there" in err
+    assert not (folder / "results").exists()
+    (folder / "data.npz").write_bytes(data)
+    assert run("reproduce", "table1", "--row", "one", "--kind", "plain")[0] == 0
+
+
+def test_the_wrong_data_set_does_not_continue_a_run(run, folder, monkeypatch):
+    """Interrupted on one data set, resumed on another: refused, and the first is not harmed."""
+    options = ["reproduce", "table1", "--row", "one", "--kind", "paper", "--chunk", 8]
+    genuine, calls = engine.sum_of_chunk, [0]
+
+    def sum_of_chunk(*arguments: object) -> object:
+        calls[0] += 1
+        if calls[0] == 25:
+            raise KeyboardInterrupt
+        return genuine(*arguments)
+
+    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    assert run(*options)[0] == 130
+    arrays = dict(np.load(folder / "data.npz"))
+    np.savez(folder / "data.npz", **{**arrays, "x_train": arrays["x_train"] + 1})
+    code, _, err = run(*options)
+    assert code == 1
+    assert "same noise to other gradients" in err
+    np.savez(folder / "data.npz", **arrays)
+    assert run(*options)[0] == 0
+
+
+def test_a_result_that_cannot_be_written_is_not_lost(run, folder):
+    (folder / "results").mkdir()
+    (folder / "results" / "table1").write_text("in the way")
+    options = ["reproduce", "table1", "--row", "one", "--kind", "plain"]
+    code, _, err = run(*options)
+    assert code == 1
+    assert "FAILED: cannot write results/table1/one/plain-1.json" in err
+    model = (folder / "results/runs/table1/one/plain-1/model.pt").read_bytes()
+    (folder / "results" / "table1").unlink()
+    assert run(*options)[0] == 0
+    assert (folder / "results/runs/table1/one/plain-1/model.pt").read_bytes() == model
+    assert load(folder, "one", "plain").steps == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "is of version 2 and this program reads version 1: use the program that wrote it"),
+        ({"schema": "other"}, "is not the result of a run: move it away"),
+        ({"recipe": {"steps": 7, "noise_multiplier": 2.0, "batch": 40, "mechanism": "plain"}}, "of another recipe"),
+        ({"steps": "six"}, "was edited: steps cannot be right"),
+        ({"accuracy": {"reported": "last", "last": 7.0}}, "its numbers cannot be right"),
+        ({"ledger": {}}, "is not a ledger"),
+    ],
+)
+def test_results_of_another_version_stay_as_they_are(run, folder, change, message):
+    options = ["reproduce", "table1", "--kind", "plain"]
+    run(*options)
+    path = folder / "results/table1/one/plain-1.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    before = path.read_bytes()
+    (folder / "results/table1/two/plain-1.json").unlink()
+    code, _, err = run(*options)
+    assert code == 1
+    assert message in err
+    assert path.read_bytes() == before
+    assert load(folder, "two", "plain").steps == 6
+
+
+# Rehearsals.
+
+
+def test_a_rehearsal_is_never_a_result(run, folder):
+    """Not even one that is as long as the run."""
+    code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "paper", "--steps", 6)
+    assert code == 0
+    assert "REHEARSAL, no results" in err
+    assert "not a result, a rehearsal" in err
+    found = Result.load(folder / "results/rehearsals/table1/one/paper-1.json")
+    assert (found.rehearsal, found.steps) == (True, 6)
+    assert not (folder / "results/table1").exists()
+    assert not (folder / "results/runs").exists()
+    assert all(not row["runs"] for row in json.loads(run("results", "--json")[1])["tables"]["table1"])
+    # Not even if somebody moves the file there.
+    (folder / "results/rehearsals/table1").rename(folder / "results/table1")
+    assert all(not row["runs"] for row in json.loads(run("results", "--json")[1])["tables"]["table1"])
+
+
+@pytest.fixture
+def imagined(tmp_path, monkeypatch):
+    """Images of the right shape in place of the public sets."""
+
+    def load(name: str, data_dir: object) -> DataSet:
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, 28, 28) if name == "fashion-mnist" else (3, 32, 32)
+
+        def split(n: int) -> Split:
+            x = torch.randint(0, 256, (n, *shape), dtype=torch.uint8, generator=generator)
+            return Split(x, torch.randint(0, 10, (n,), generator=generator))
+
+        return DataSet(name, split(40), split(8), tuple("0123456789"))
+
+    monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "load", load)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("table1", "cifar10-eps0.2"),
+        ("table1", "fashion-mnist-eps1"),
+        ("table2", "cifar10-eps8"),
+        ("table3", "svhn-acc88"),
+    ],
+)
+def test_every_kind_of_every_table_can_be_rehearsed(run, imagined, table, row):
+    code, _, err = run("reproduce", table, "--row", row, "--steps", 1, "--batch", 3, "--device", "cpu")
+    assert code == 0, err
+    found = {path.stem for path in Path("results/rehearsals", table, row).iterdir()}
+    assert found == {f"{kind}-1" for kind in tables.row(table, row).kinds}
+
+
+# Nonsense, and a bare machine.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table4"], "'table4' cannot be reproduced: choose one of fig3, table1, table2, table3"),
+        (["table1", "--row", "on"], "table1 has no row 'on': did you mean one?"),
+        (["table1", "--kind", "pln"], "there is no kind 'pln': did you mean plain?"),
+        (["table1", "--seeds", 0], "--seeds = 0"),
+        (["table1", "--steps", 0], "steps = 0"),
+        (["table1", "--batch", -1], "batch = -1"),
+        (["table1", "--device", "abacus"], "device = 'abacus' is not there"),
+        (["table1", "--print-recipe"], "--print-recipe is for one run: give one --row and one --kind"),
+        (["fig3", "--row", "one"], "fig3 is a figure and has no runs"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_begins(run, folder, arguments, message):
+    code, out, err = run("reproduce", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (folder / "results").exists()
+
+
+def test_a_machine_with_torch_and_little_else_can_reproduce(folder):
+    """No dp-accounting, kymatio, opacus, YAML or TensorBoard: importing any of them raises."""
+    program = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("dp_accounting", "kymatio", "opacus", "yaml", "tensorboard", "tensorboardX"):
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Refuse())
+from pathlib import Path
+from modelmix.experiments import tables
+tables.RECIPES = Path({str(folder / "recipes")!r})
+from modelmix.cli import main
+main(["reproduce", "table1", "--row", "one", "--kind", "paper", "--kind", "plain"])
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = load(folder, "one", "plain")
+    assert found.epsilon["by"] == "Renyi, improved conversion"
+    assert found.proved_epsilon() <= found.epsilon["value"]  # here the distributions are there as well
