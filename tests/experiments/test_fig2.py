@@ -86,6 +86,7 @@ def test_fig3_trains_nothing(run):
     code, _, err = run("reproduce", "fig3", "--seeds", 2)
     assert code == 2
     assert "leave out" in err
+    assert "fig2 has no rows" in run("reproduce", "fig2", "--row", "x")[2]
     assert "are for fig2" in run("reproduce", "fig3", "--data", "svhn")[2]
     assert "choose one of fig2, fig3" in run("reproduce", "fig9")[2]
 

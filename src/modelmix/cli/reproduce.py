@@ -75,8 +75,10 @@ def reproduce(
         return
     if what not in _FIGURES:
         raise ModelMixError(f"{what!r} cannot be reproduced: choose one of {', '.join((*_FIGURES, *TABLES))}.")
-    if row or kind or batch or print_recipe_only or (what == "fig3" and (steps or seeds)):
-        raise ModelMixError(f"{what} is a figure without such runs: leave out --row, --kind, --steps and the like.")
+    if what == "fig3" and (row or kind or steps or seeds or batch or print_recipe_only):
+        raise ModelMixError(f"{what} is a figure and has no runs: leave out --row, --kind, --steps and the like.")
+    if row or kind or batch or print_recipe_only:
+        raise ModelMixError("fig2 has no rows: leave out --row, --kind, --batch and --print-recipe.")
     if what == "fig2":
         from modelmix.cli.fig2 import reproduce_fig2
 
