@@ -38,13 +38,21 @@ def test_privacy_imports_numbers_only(path):
         assert name.startswith(allowed), f"{path.name} imports {name}"
 
 
+@pytest.mark.parametrize("path", sorted((SOURCE / "theory").glob("*.py")), ids=lambda p: p.stem)
+def test_theory_imports_numbers_and_privacy_only(path):
+    allowed = ("modelmix.theory", "modelmix.privacy", "modelmix.errors", "numpy", "scipy", *sys.stdlib_module_names)
+    for name in imports(path) - {"__future__"}:
+        assert name.startswith(allowed), f"{path.name} imports {name}"
+
+
 @pytest.mark.parametrize("path", sorted((SOURCE / "report").glob("*.py")), ids=lambda p: p.stem)
 def test_a_report_is_written_without_torch(path):
     assert not any(name.startswith(("torch", "modelmix.training", "modelmix.data")) for name in imports(path))
 
 
 @pytest.mark.parametrize(
-    "room", ["training", "training/engines", "training/kernels", "audit", "data", "models", "experiments", "report"]
+    "room",
+    ["training", "training/engines", "training/kernels", "audit", "data", "models", "theory", "experiments", "report"],
 )
 def test_only_the_command_line_knows_the_command_line(room):
     for path in (SOURCE / room).glob("*.py"):

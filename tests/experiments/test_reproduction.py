@@ -385,7 +385,7 @@ def test_every_kind_of_every_table_can_be_rehearsed(run, imagined, table, row):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table4"], "'table4' cannot be reproduced: choose one of fig3, table1, table2, table3"),
+        (["table4"], "'table4' cannot be reproduced: choose one of fig2, fig3, table1, table2, table3"),
         (["table1", "--row", "on"], "table1 has no row 'on': did you mean one?"),
         (["table1", "--kind", "pln"], "there is no kind 'pln': did you mean plain?"),
         (["table1", "--seeds", 0], "--seeds = 0"),

@@ -10,6 +10,7 @@ import typer
 
 from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
+from modelmix.cli.clip_advice import clip_advice
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
 from modelmix.cli.data import data
@@ -18,6 +19,7 @@ from modelmix.cli.prior import prior
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
 from modelmix.cli.results import results
+from modelmix.cli.theory import theory
 from modelmix.cli.train import train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
@@ -48,11 +50,13 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, report, reproduce, results, prior)
-_COMMANDS = {command.__name__: command for command in _ALL}
-for _command in _COMMANDS.values():
-    app.command()(_command)
-app.add_typer(data, name="data")
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report, reproduce, results, prior)
+_COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+_GROUPS = {"data": data, "theory": theory}
+for _name, _group in _GROUPS.items():
+    app.add_typer(_group, name=_name)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in (*_COMMANDS, "data") else ""
+        name = arguments[0] if arguments[0] in (*_COMMANDS, *_GROUPS) else ""
         _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 

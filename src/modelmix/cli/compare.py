@@ -1,17 +1,39 @@
-"""``modelmix compare``: ModelMix beside its yardsticks."""
+"""``modelmix compare``: ModelMix beside its yardsticks, for one mechanism or as a map."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
+from modelmix.errors import ModelMixError
 from modelmix.privacy.comparison import compare as honest_comparison
+from modelmix.theory import worth
 
 
 @takes_mechanism
-def compare(options: MechanismOptions, json: Json = False) -> None:
-    """ModelMix, plain DP-SGD and the equal-variance Gaussian: epsilon at equal noise, noise at equal epsilon."""
+def compare(
+    options: MechanismOptions,
+    whole_map: Annotated[
+        bool, typer.Option("--map", help="The price of mixing over epsilon, q, T and p, as a figure; takes a minute.")
+    ] = False,
+    share: Annotated[float, typer.Option(help="--map: share of the variance that comes from mixing.")] = worth.SHARE,
+    out: Annotated[Path, typer.Option(help="--map: figure file; .png and .svg are written.")] = Path("worth.png"),
+    json: Json = False,
+) -> None:
+    """ModelMix, plain DP-SGD and the equal-variance Gaussian: epsilon at equal noise, noise at equal epsilon.
+
+    \b
+    modelmix compare --z 0.335 --omega 11.25 --p 100 --q 0.03 --steps 3400
+    modelmix compare --map
+    """
+    if whole_map:
+        _map(options, share, out, json)
+        return
     phase = options.one_phase()
     result = honest_comparison(phase.mechanism, options.delta, steps=phase.steps)
     if json:
@@ -43,5 +65,41 @@ def compare(options: MechanismOptions, json: Json = False) -> None:
         [
             show.phase_line(phase),
             "Noise std: of everything added to one coordinate, mixing included. At equal epsilon less is better.",
+        ],
+    )
+
+
+def _map(options: MechanismOptions, share: float, out: Path, json: bool) -> None:
+    """Total noise at equal epsilon, mixed over plain, both by Renyi moments."""
+    import numpy as np
+
+    from modelmix.report import style
+    from modelmix.report import worth as picture
+
+    if options.describes_a_phase or options.ledger is not None:
+        raise ModelMixError("--map goes over z, omega, q, steps and p by itself: leave them out.")
+    style.prepare(out)
+    cells = worth.price_map(share=share, delta=options.delta)
+    lines = {p: worth.price_by_share(p, delta=options.delta) for p in worth.TRUNCATIONS}
+    shares = np.linspace(0, 0.99, 34).tolist()
+    limit = [worth.limit_price(value) for value in shares]
+    written = [str(path) for path in picture.draw(cells, lines, (shares, limit), out)]
+    if json:
+        print(show.as_json({"cells": [asdict(cell) for cell in cells], "limit": limit, "files": written}))
+        return
+    ordered = sorted(cells, key=lambda cell: cell.price)
+    rows = [
+        [f"{c.price:.3f}", f"{c.epsilon:g}", f"{c.sample_rate:g}", f"{c.steps:,}", str(c.p)]
+        for c in (*ordered[:5], *ordered[-3:])
+    ]
+    favours = sum(cell.price < 1 for cell in cells)
+    show.table(
+        f"noise with mixing / noise without at equal epsilon, {share:.0%} of the variance from mixing",
+        ["price", "epsilon", "q", "steps", "p"],
+        rows,
+        [
+            f"{len(cells)} settings, the five cheapest and the three dearest; {favours} favour mixing.",
+            f"In the limit of small shifts the price is {worth.limit_price(share):.3f} (Fisher information).",
+            f"drawn: {', '.join(written)}",
         ],
     )

@@ -14,8 +14,8 @@ from modelmix.cli.tables import Choice, print_recipe, run_table
 from modelmix.errors import ModelMixError
 from modelmix.experiments.tables import KINDS, TABLES
 
-_FIGURES = ("fig3",)
-_TABLE, _REHEARSAL = "Runs of a table", "Rehearsal (never shown as a result)"
+_FIGURES = ("fig2", "fig3")
+_TABLE, _FIG2, _REHEARSAL = "Runs of a table", "Runs of fig2", "Rehearsal (never shown as a result)"
 
 
 def _option(names: str, text: str, panel: str = _TABLE) -> Any:
@@ -28,8 +28,14 @@ def reproduce(
     kind: Annotated[
         list[str] | None, _option("--kind", f"Only this kind, of {', '.join(KINDS)}; may be given several times.")
     ] = None,
-    seeds: Annotated[int, _option("--seeds", "How many runs of each, with seeds counted up.")] = 1,
+    seeds: Annotated[
+        int | None, _option("--seeds", "How many runs of each, with seeds counted up; default 1, for fig2 3.")
+    ] = None,
     first_seed: Annotated[int, _option("--first-seed", "The first of the seeds.")] = 1,
+    data_set: Annotated[
+        str | None, _option("--data", "cifar10, svhn, ...; left out, the embedded images.", _FIG2)
+    ] = None,
+    model: Annotated[str | None, _option("--model", "Another network.", _FIG2)] = None,
     data_dir: DataDir = None,
     out: Annotated[Path, typer.Option(help="Folder for figures, numbers and results.")] = Path("results"),
     steps: Annotated[int | None, _option("--steps", "So many steps instead of the row's.", _REHEARSAL)] = None,
@@ -52,13 +58,16 @@ def reproduce(
     command again. modelmix results shows the tables.
 
     \b
+    modelmix reproduce fig2
     modelmix reproduce fig3
     modelmix reproduce table2 --row cifar10-eps8 --kind paper --kind plain --seeds 3 --data-dir data
     modelmix reproduce table1 --steps 2                      (a rehearsal)
     modelmix reproduce table2 --row cifar10-eps8 --kind paper --print-recipe > paper.toml
     """
+    if what != "fig2" and (data_set or model):
+        raise ModelMixError(f"--data and --model are for fig2: {what} says what it trains, if anything.")
     if what in TABLES:
-        choice = Choice(row or (), kind or (), seeds, first_seed, steps, batch)
+        choice = Choice(row or (), kind or (), 1 if seeds is None else seeds, first_seed, steps, batch)
         if print_recipe_only:
             print_recipe(what, choice)
         else:
@@ -66,8 +75,17 @@ def reproduce(
         return
     if what not in _FIGURES:
         raise ModelMixError(f"{what!r} cannot be reproduced: choose one of {', '.join((*_FIGURES, *TABLES))}.")
-    if row or kind or steps or batch or print_recipe_only:
+    if what == "fig3" and (row or kind or steps or seeds or batch or print_recipe_only):
         raise ModelMixError(f"{what} is a figure and has no runs: leave out --row, --kind, --steps and the like.")
+    if row or kind or batch or print_recipe_only:
+        raise ModelMixError("fig2 has no rows: leave out --row, --kind, --batch and --print-recipe.")
+    if what == "fig2":
+        from modelmix.cli.fig2 import reproduce_fig2
+
+        reproduce_fig2(
+            out, data=data_set, data_dir=data_dir, model=model, seeds=seeds, steps=steps, device=device, json=json
+        )
+        return
     _fig3(out, json)
 
 

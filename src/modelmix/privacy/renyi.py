@@ -64,8 +64,14 @@ def _step_curve(mechanism: Mechanism, level: int) -> Array:
         log_a = np.zeros_like(orders)
         for shift, count in mechanism.worst_gradient:
             log_a += count * log_moments(mechanism.coordinate_law, shift, orders)
-    log_a[~np.isfinite(log_a)] = np.inf
-    q = mechanism.sample_rate
+    return sampled_curve(log_a, mechanism.sample_rate, level)
+
+
+def sampled_curve(log_a: Array, sample_rate: float, level: int) -> Array:
+    """kappa at ``orders_at(level)`` from upper bounds on log A_k at the same orders, under Poisson sampling."""
+    orders = orders_at(level)
+    log_a = np.where(np.isfinite(log_a), log_a, np.inf)
+    q = sample_rate
     if q == 1:
         return log_a
 
