@@ -81,7 +81,7 @@ def test_a_resumed_run_uses_the_moments_it_released(data, tmp_path):
 
 
 def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_released():
-    with pytest.raises(ModelMixError, match=r"alone costs epsilon 0.695 and the target is 0.5: raise normalise_noise"):
+    with pytest.raises(ModelMixError, match=r"costs epsilon 0.695 and the target is 0.5: raise normalise_noise"):
         Recipe(**{**PRIVATE, "epsilon": 0.5}).plan(40)
     assert mm.epsilon(Recipe(**{**PRIVATE, "epsilon": 0.5, "normalise_noise": 30.0}).whole(40), 1e-5) <= 0.5
 

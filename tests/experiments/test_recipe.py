@@ -99,7 +99,7 @@ def images(n: int = 60):
 def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     first, second = load(tmp_path, "toml", TOML), load(tmp_path, suffix, YAML)
     assert first == second
-    without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "prior", "features", "normalise"}
+    without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "spent", "prior", "features", "normalise"}
     without |= {"mean_clip", "square_clip"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
@@ -176,6 +176,7 @@ NONSENSE = {
         {"features": "sift"},
         "features = 'sift' is unknown: choose scatter or prior, or leave it out",
     ),
+    "no ledger": ({"spent": "missing.json"}, "missing.json"),
     "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
     "normalised pixels": ({"normalise": "group"}, "normalise is for features"),
     "clips of no moments": (
@@ -265,6 +266,21 @@ def test_nonsense_is_refused_in_one_line_before_anything_is_written(tmp_path, ch
 def test_every_field_is_among_the_nonsense():
     met = {name for changes, _ in NONSENSE.values() for name in changes}
     assert {field.name for field in dataclasses.fields(Recipe)} - met == {"data"}  # looked for when it is loaded
+
+
+def test_what_was_spent_before_counts_and_leaves_less_for_training(tmp_path):
+    file = tmp_path / "spent.json"
+    before = mm.Ledger().add(mm.Mechanism(20.0, 1.0), 1)
+    before.save(file)
+    alone, after = of(epsilon=2.0), of(epsilon=2.0, spent=str(file))
+    least = [recipe.plan(60).phases[0].mechanism.noise_multiplier for recipe in (alone, after)]
+    assert least[0] < least[1]
+    trainer = after.trainer(images()).run(after.steps, progress=False)
+    assert trainer.ledger.phases[0] == before.phases[0]
+    assert 1.99 < trainer.epsilon(after.delta) <= 2.0
+    mm.Ledger().add(mm.Mechanism(0.5, 1.0), 1).save(file)
+    with pytest.raises(mm.ModelMixError, match="nothing is left"):
+        after.trainer(images())
 
 
 # Changes from the command line.

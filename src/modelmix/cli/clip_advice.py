@@ -109,7 +109,9 @@ def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[st
     ]
     if private:
         notes.append(f"Charged to {escape(str(ledger))}: epsilon {facts['epsilon_spent']:.4g} for this look alone.")
-        notes.append("Only the noisy histogram was used. Train with Trainer(spent=Ledger.load(...)) or add its phases.")
+        notes.append(
+            f"Only the noisy histogram was used. modelmix train --spent {escape(str(ledger))} counts the look as well."
+        )
     else:
         chance = facts["tail_chance"]
         fit = "is" if chance >= 0.05 else "is NOT"

@@ -44,6 +44,9 @@ def train(
     p: Annotated[int | None, _option("--p", "Truncation: coordinates at most c/sqrt(p).", _PRIVACY)] = None,
     clip: Annotated[float | None, _option("--clip", "Clip c of a sample's gradient.", _PRIVACY)] = None,
     steps: Annotated[int | None, _option("--steps", "Number of steps T.", _PRIVACY)] = None,
+    spent: Annotated[
+        Path | None, _option("--spent", "Ledger of what these samples have paid before; it is counted.", _PRIVACY)
+    ] = None,
     lr: Annotated[float | None, _option("--lr", "Learning rate eta, constant.", _LEARNING)] = None,
     momentum: Annotated[float | None, _option("--momentum", "From released states.", _LEARNING)] = None,
     model: Annotated[str | None, _option("--model", "cnn, linear, mlp or package.module:function.", _LEARNING)] = None,
@@ -84,6 +87,7 @@ def train(
         "p": p,
         "clip": clip,
         "steps": steps,
+        "spent": None if spent is None else str(spent),
         "lr": lr,
         "momentum": momentum,
         "model": model,

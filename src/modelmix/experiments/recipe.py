@@ -69,6 +69,9 @@ class Recipe:
     Exactly one of epsilon (the noise is then calibrated) and noise_multiplier is given, one of batch and sample_rate,
     and, for a mechanism that mixes, one of mixing_width (omega), tau_over_eta and tau.
 
+    spent is a ledger file of what was released about the same samples before, by clip-advice for instance: epsilon
+    counts it, and noise that is calibrated leaves room for it.
+
     prior is a file of ``modelmix prior``: the network starts from its weights, or, with features = "prior", is trained
     on what it sees.
 
@@ -80,6 +83,7 @@ class Recipe:
 
     name: str = "run"
     data: str = "fashion-mini"
+    spent: str | None = None
     prior: str | None = None
     features: str | None = None
     normalise: str | None = None
@@ -205,9 +209,14 @@ class Recipe:
             return rate("sample_rate", self.sample_rate, "the sampling rate")
         return rate("batch / samples", (self.batch or 0.0) / n, "the sampling rate")
 
+    def before(self) -> Ledger:
+        """What had been released about the training samples before this run: the ledger that ``spent`` names."""
+        return Ledger() if self.spent is None else Ledger.load(self.spent)
+
     def price(self) -> Ledger:
         """What is released about the training samples before training."""
-        return Ledger().add(Mechanism(self.normalise_noise, 1.0), 2) if self.normalise == "private" else Ledger()
+        ledger = self.before()
+        return ledger.add(Mechanism(self.normalise_noise, 1.0), 2) if self.normalise == "private" else ledger
 
     def whole(self, n: int) -> Ledger:
         """All that a run on n samples releases: ``price``, then ``plan``."""
@@ -236,12 +245,22 @@ class Recipe:
         if self.epsilon is None:
             return phases(self.noise_multiplier or 0.0, Ledger())
         if price.phases and ledger_epsilon(price, self.delta) >= self.epsilon:
-            raise ModelMixError(
-                f"normalisation alone costs epsilon {ledger_epsilon(price, self.delta):.3g} and the target is "
-                f'{self.epsilon:g}: raise normalise_noise, or use normalise = "group", which is free.'
-            )
+            cost = f"costs epsilon {ledger_epsilon(price, self.delta):.3g} and the target is {self.epsilon:g}"
+            if self.normalise == "private":
+                raise ModelMixError(
+                    f"what comes before training {cost}: raise normalise_noise, or use "
+                    'normalise = "group", which is free.'
+                )
+            raise ModelMixError(f"what {self.spent} has spent {cost}: nothing is left for training.")
         z = smallest_safe(everything, self.epsilon, start=1.0, tolerance=1e-5, name="noise multiplier")
         return phases(z, Ledger())
+
+    def _spent(self, prepared: Ledger) -> Ledger:
+        """In the order of ``price``."""
+        ledger = self.before()
+        for phase in prepared.phases:
+            ledger = ledger.add(phase.mechanism, phase.steps)
+        return ledger
 
     def _widths(self, batch: float) -> list[tuple[int, float]]:
         """(steps, omega) in order; steps of the same width are put together."""
@@ -337,7 +356,7 @@ class Recipe:
             plan,
             clip=self.clip,
             lr=self.schedule("lr"),
-            spent=prepared.spent,
+            spent=self._spent(prepared.spent),
             rule=rule,
             padding=self.padding,
             momentum=self.momentum,
