@@ -88,9 +88,21 @@ class Compiled:
             some[_CHECKED:] = 0
             require_equal(self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED]))
         if device.type == "cuda" and not self._draws:  # a replay would repeat its draws
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            self._capture()
+
+    def _capture(self) -> None:
+        """One graph of all kernels; what asks the device something on its way cannot be captured, and runs as it is."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
                 self._out = self._compute()
+        except RuntimeError as error:
+            torch.cuda.synchronize()  # raises again if the device itself is lost
+            warnings.warn(
+                f"the compiled model is not replayed as one graph, which is right and slower: {error}", stacklevel=2
+            )
+        else:
+            self._graph = graph
 
     def _prepare(self, line: Any, case: Any, layout: torch.memory_format) -> None:
         # Copies that stay where they are: a replayed graph reads the same memory every time.
