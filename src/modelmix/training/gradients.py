@@ -72,6 +72,10 @@ def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[T
     return _clamp(scaled, bound), (scaled.abs() > bound).flatten(1).sum(1)
 
 
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 def _clamp(values: Tensor, bound: Tensor | float) -> Tensor:
     return values.clamp(-bound, bound)  # type: ignore[arg-type]
 
@@ -200,7 +204,8 @@ class Outer(Gradients):
         # A sample none of whose coordinates reaches the bound is as good as not truncated.
         tops = [t.abs().amax(1).double() for t in (self.back, self.seen)] if bound < math.inf else [scale, scale]
         high = tops[0] * tops[1] * scale > bound
-        for some in torch.split(torch.nonzero((scale > 0) & ~high).flatten(), max(1, room // self.seen.shape[1])):
+        low, size = (scale > 0) & ~high, max(1, room // self.seen.shape[1])
+        for some in _slices(low.numel(), size) if bool(low.all()) else torch.split(torch.nonzero(low).flatten(), size):
             total.addmm_((self.back[some].double() * scale[some, None]).T, self.seen[some].double())
         for some in torch.split(torch.nonzero((scale > 0) & high).flatten(), max(1, room // max(1, total.numel()))):
             back = self.back[some].double() * scale[some, None]

@@ -217,9 +217,28 @@ def per_sample(
     capture = Capture(model, samples=tree_leaves(inputs)[0].shape[0] // copies, parameters=fixed)
     with torch.enable_grad(), capture.listening():
         outputs = call_at(model, fixed, inputs)
-        # Every sample as a batch of one, so that a loss written for batches can be mapped over samples.
-        rows = tree_map(lambda t: t[:, None], (outputs, targets))
-        each = vmap(lambda o, t: one_number(loss(o, t)), randomness="different")(*rows)
+        each = _of_each(loss, outputs, targets)
         if each.requires_grad and capture.leaves:
             torch.autograd.grad(each.sum() / copies, capture.leaves, allow_unused=True)
     return capture.gradients
+
+
+def _of_each(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """The loss of every row."""
+    if _is_cross_entropy(loss) and isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1:
+        known = loss if isinstance(loss, nn.CrossEntropyLoss) else nn.CrossEntropyLoss()
+        return F.cross_entropy(
+            outputs, targets, reduction="none", ignore_index=known.ignore_index, label_smoothing=known.label_smoothing
+        )
+    # Every sample as a batch of one, so that a loss written for batches can be mapped over samples.
+    rows = tree_map(lambda t: t[:, None], (outputs, targets))
+    found: Tensor = vmap(lambda o, t: one_number(loss(o, t)), randomness="different")(*rows)
+    return found
+
+
+def _is_cross_entropy(loss: Loss) -> bool:
+    """Whether it is torch's own, whose rows need no mapping: the mean over a batch of one is the row's own loss."""
+    if loss is F.cross_entropy:
+        return True
+    plain = type(loss) is nn.CrossEntropyLoss and loss.reduction == "mean" and loss.weight is None
+    return plain and not (loss._forward_hooks or loss._forward_pre_hooks)  # type: ignore[attr-defined]
