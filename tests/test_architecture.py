@@ -104,3 +104,9 @@ def test_the_docstring_example_is_true():
     import modelmix
 
     assert doctest.testmod(modelmix).failed == 0
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """pytest imports them by name: the second one is an error of the whole run, and of no run of its folder alone."""
+    names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert names == sorted(set(names))
