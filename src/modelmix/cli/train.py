@@ -17,6 +17,7 @@ from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, 
 from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
+from modelmix.experiments.sources import NAMES
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.privacy.ledger import Ledger
@@ -51,6 +52,21 @@ def train(
         str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
     ] = None,
     data_dir: DataDir = None,
+    features: Annotated[
+        str | None,
+        _option(
+            "--features",
+            f"Train on features: {', '.join(NAMES)}, an .onnx or prior .npz file, package.module:function.",
+            _LEARNING,
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        _option("--weights", "State dict for the network that --features package.module:function builds.", _LEARNING),
+    ] = None,
+    unit_length: Annotated[
+        bool | None, _option("--unit-length", "Scale every image's features to the length 1.", _LEARNING)
+    ] = None,
     out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", RUN)] = None,
     resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", RUN)] = False,
     seed: Annotated[int | None, _option("--seed", "Repeatable; for tests only.", RUN)] = None,
@@ -73,6 +89,7 @@ def train(
     modelmix train recipe.toml --epsilon 2 --out runs/mine
     modelmix train --out runs/mine --resume      (the recipe is that of the run)
     modelmix train --mechanism plain
+    modelmix train --data cifar10 --features efficientnet-lite2 --unit-length --model linear
     """
     given = {
         "mechanism": mechanism,
@@ -88,6 +105,9 @@ def train(
         "momentum": momentum,
         "model": model,
         "data": data,
+        "features": features,
+        "weights": weights,
+        "unit_length": unit_length,
         "seed": seed,
     }
     if epsilon is not None and z is not None:

@@ -14,6 +14,9 @@ from modelmix.models import Pixels, build
 from modelmix.training import Performance
 from modelmix.training.engines import Engine
 
+# What of a recipe decides what its images become.
+_PREPARATION = ("features", "normalise", "prior", "weights", "feature_size", "pixels", "unit_length")
+
 
 class Store:
     """What runs train on and with. It keeps one data set at a time, with everything that was prepared from it.
@@ -28,7 +31,7 @@ class Store:
         self.device = performance.find_device()
         self._source = ""
         self._data: DataSet | None = None
-        self._prepared: dict[tuple[str | None, ...], Prepared] = {}
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._engines: dict[Any, Engine] = {}
 
     def prepared(self, recipe: Recipe, run: Path) -> Prepared:
@@ -39,7 +42,7 @@ class Store:
         if recipe.normalise == "private":
             recipe.plan(len(self._data.train))  # refuses a run that cannot pay, before its moments are released
             return prepare(recipe, self._data, self.device, run)
-        key = recipe.features, recipe.normalise, recipe.prior
+        key = tuple(getattr(recipe, name) for name in _PREPARATION)
         if key not in self._prepared:
             self._prepared[key] = prepare(recipe, self._data, self.device)
         return self._prepared[key]
