@@ -100,7 +100,7 @@ def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     first, second = load(tmp_path, "toml", TOML), load(tmp_path, suffix, YAML)
     assert first == second
     without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "prior", "features", "normalise"}
-    without |= {"mean_clip", "square_clip", "weights", "feature_size", "pixels"}
+    without |= {"mean_clip", "square_clip", "weights", "feature_size", "pixels", "image_size"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
@@ -183,6 +183,7 @@ NONSENSE = {
     "a size of nothing": ({"features": "x.onnx", "feature_size": 0}, "feature_size = 0"),
     "scaled pixels without a network": ({"pixels": "unit"}, "pixels is for an .onnx file"),
     "unknown pixels": ({"features": "x.onnx", "pixels": "half"}, "pixels = 'half' is unknown: choose one of imagenet"),
+    "images of no size": ({"image_size": 0}, "image_size = 0"),
     "unit length of pixels": ({"unit_length": True}, "unit_length is for pretrained networks"),
     "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
     "normalised pixels": ({"normalise": "group"}, "normalise is for features"),

@@ -348,7 +348,7 @@ def test_a_rehearsal_is_never_a_result(run, folder):
 def imagined(tmp_path, monkeypatch):
     """Images of the right shape in place of the public sets."""
 
-    def load(name: str, data_dir: object) -> DataSet:
+    def load(name: str, data_dir: object, image_size: None) -> DataSet:
         generator = torch.Generator().manual_seed(0)
         shape = (1, 28, 28) if name == "fashion-mnist" else (3, 32, 32)
 

@@ -51,6 +51,10 @@ def train(
     data: Annotated[
         str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
     ] = None,
+    image_size: Annotated[
+        int | None,
+        _option("--image-size", "Side in pixels of the images of a --data folder train/<class>/.", _LEARNING),
+    ] = None,
     data_dir: DataDir = None,
     features: Annotated[
         str | None,
@@ -89,6 +93,7 @@ def train(
     modelmix train recipe.toml --epsilon 2 --out runs/mine
     modelmix train --out runs/mine --resume      (the recipe is that of the run)
     modelmix train --mechanism plain
+    modelmix train --data photos --image-size 224 --features efficientnet-lite0 --unit-length --model linear
     modelmix train --data cifar10 --features efficientnet-lite2 --unit-length --model linear
     """
     given = {
@@ -105,6 +110,7 @@ def train(
         "momentum": momentum,
         "model": model,
         "data": data,
+        "image_size": image_size,
         "features": features,
         "weights": weights,
         "unit_length": unit_length,
@@ -144,7 +150,8 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
         from modelmix.training import Performance
     performance = Performance(**knobs._asdict())
     with plain_warnings():
-        return recipe.trainer(load(recipe.data, data_dir), folder=folder, resume=resume, performance=performance)
+        data = load(recipe.data, data_dir, recipe.image_size)
+        return recipe.trainer(data, folder=folder, resume=resume, performance=performance)
 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:

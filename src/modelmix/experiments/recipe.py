@@ -55,6 +55,7 @@ _COUNTS = {
     "p": "the truncation parameter",
     "multiplicity": "the number of copies of a sample",
     "evaluate_every": "the number of steps between evaluations",
+    "image_size": "the side of an image of the data",
     "feature_size": "the side of an image for the network of features",
 }
 
@@ -68,6 +69,8 @@ class Recipe:
 
     Exactly one of epsilon (the noise is then calibrated) and noise_multiplier is given, one of batch and sample_rate,
     and, for a mechanism that mixes, one of mixing_width (omega), tau_over_eta and tau.
+
+    image_size is the side to which the images of a folder are scaled; nothing else takes it.
 
     prior is a file of ``modelmix prior``: the network starts from its weights, or, with features = "prior", is trained
     on what it sees.
@@ -84,6 +87,7 @@ class Recipe:
 
     name: str = "run"
     data: str = "fashion-mini"
+    image_size: int | None = None
     prior: str | None = None
     features: str | None = None
     weights: str | None = None
