@@ -100,7 +100,7 @@ def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     first, second = load(tmp_path, "toml", TOML), load(tmp_path, suffix, YAML)
     assert first == second
     without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "spent", "prior", "features", "normalise"}
-    without |= {"mean_clip", "square_clip"}
+    without |= {"mean_clip", "square_clip", "weights", "feature_size", "pixels", "image_size"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
@@ -174,9 +174,18 @@ def test_files_that_cannot_be_read(tmp_path):
 NONSENSE = {
     "unknown features": (
         {"features": "sift"},
-        "features = 'sift' is unknown: choose scatter or prior, or leave it out",
+        "features = 'sift' is unknown: choose scatter, prior, efficientnet-lite0, efficientnet-lite2, a file",
     ),
     "no ledger": ({"spent": "missing.json"}, "missing.json"),
+    "weights without a network": ({"features": "net.pth"}, "are weights without their network: give features = "),
+    "features that do not exist": ({"features": "no.such:thing"}, "cannot be imported: ModuleNotFoundError"),
+    "weights without a function": ({"features": "scatter", "weights": "w.pt"}, "weights is for features = "),
+    "a size without a network": ({"features": "scatter", "feature_size": 64}, "feature_size is for pretrained"),
+    "a size of nothing": ({"features": "x.onnx", "feature_size": 0}, "feature_size = 0"),
+    "scaled pixels without a network": ({"pixels": "unit"}, "pixels is for an .onnx file"),
+    "unknown pixels": ({"features": "x.onnx", "pixels": "half"}, "pixels = 'half' is unknown: choose one of imagenet"),
+    "images of no size": ({"image_size": 0}, "image_size = 0"),
+    "unit length of pixels": ({"unit_length": True}, "unit_length is for pretrained networks"),
     "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
     "normalised pixels": ({"normalise": "group"}, "normalise is for features"),
     "clips of no moments": (

@@ -348,7 +348,7 @@ def test_a_rehearsal_is_never_a_result(run, folder):
 def imagined(tmp_path, monkeypatch):
     """Images of the right shape in place of the public sets."""
 
-    def load(name: str, data_dir: object) -> DataSet:
+    def load(name: str, data_dir: object, image_size: None) -> DataSet:
         generator = torch.Generator().manual_seed(0)
         shape = (1, 28, 28) if name == "fashion-mnist" else (3, 32, 32)
 
@@ -379,13 +379,30 @@ def test_every_kind_of_every_table_can_be_rehearsed(run, imagined, table, row):
     assert found == {f"{kind}-1" for kind in tables.row(table, row).kinds}
 
 
+def test_every_kind_of_transfer_learning_can_be_rehearsed(run, imagined, monkeypatch):
+    """With features of few numbers in place of a network whose weights are large."""
+    from modelmix.features import pretrained
+    from modelmix.features.extractor import Extractor
+
+    def small(name: str, device: object, *, size: None, unit_length: bool) -> Extractor:
+        assert (name, size, unit_length) == ("efficientnet-lite2", None, True)
+        return Extractor(name, name, lambda x: x[:, :, ::8, ::8].flatten(1).float(), {}, unit_length)
+
+    monkeypatch.setattr(pretrained, "pretrained", small)
+    code, _, err = run("reproduce", "transfer", "--steps", 2, "--batch", 3, "--device", "cpu")
+    assert code == 0, err
+    for row in tables.rows("transfer"):
+        found = {path.stem for path in Path("results/rehearsals/transfer", row.name).iterdir()}
+        assert found == {f"{kind}-1" for kind in row.kinds}
+
+
 # Nonsense, and a bare machine.
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table4"], "'table4' cannot be reproduced: choose one of fig2, fig3, table1, table2, table3"),
+        (["table4"], "'table4' cannot be reproduced: choose one of fig2, fig3, table1, table2, table3, transfer"),
         (["table1", "--row", "on"], "table1 has no row 'on': did you mean one?"),
         (["table1", "--kind", "pln"], "there is no kind 'pln': did you mean plain?"),
         (["table1", "--seeds", 0], "--seeds = 0"),

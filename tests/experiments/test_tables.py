@@ -1,6 +1,8 @@
-"""The rows of Tables 1, 2 and 3: printed numbers, settings of the paper, and noise that is worth its epsilon."""
+"""The rows of Tables 1, 2 and 3 and of transfer learning: printed numbers, settings, and noise worth its epsilon."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
@@ -24,6 +26,7 @@ PRINTED = {
         "CIFAR-10": ([4.7, 5.3, 6.3, 7.5, 9.2], [64, 66, 68, 70, 72], [95.8, 108.3, 118.2, 140.6, 182.9]),
         "SVHN": ([5.1, 5.6, 6.0, 6.8, 8], [88, 88.5, 89, 89.5, 90.1], [93.6, 101.3, 112.4, 128.9, 144.5]),
     },
+    "transfer": {"CIFAR-10": ([0.64, 2, math.inf], [92.7, 93.6, 94.3], [None, 92.7, None])},
 }
 """Epsilon and accuracy of the paper's method; accuracy of plain DP-SGD, in Table 3 its epsilon."""
 
@@ -63,7 +66,12 @@ def test_every_epsilon_is_proved_and_used_up(row):
     for kind in row.kinds:
         recipe, target = row.recipe(kind, 1), row.target(kind)
         plan = recipe.plan(SAMPLES[recipe.data])
-        if kind == "released":  # calibrated as its authors did; nothing is proved
+        if math.isinf(target):  # nothing is private, and the accountant says so
+            assert best_epsilon(plan, 1e-5).epsilon > 1e12
+        elif (row.name, kind) == ("cifar10-eps0.64", "paper"):  # the paper's own noise, and its conversion
+            assert mm.epsilon(plan, 1e-5, conversion="classic") == pytest.approx(0.648, abs=5e-4)
+            assert best_epsilon(plan, 1e-5).epsilon <= target
+        elif kind == "released":  # calibrated as its authors did; nothing is proved
             assert 0.998 * target <= mm.epsilon(plan, 1e-5, conversion="classic") <= target
         elif recipe.epsilon is None:
             assert 0.998 * target <= best_epsilon(plan, 1e-5).epsilon <= target
@@ -97,7 +105,30 @@ def test_the_settings_of_the_paper():
         assert (plain.clip, plain.lr, plain.momentum, plain.steps) == (0.1, 4.0, 0.9, recipe.steps)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_the_settings_of_transfer_learning():
+    for row in tables.rows("transfer")[:2]:
+        paper, plain = row.recipe("paper"), row.recipe("plain")
+        phases = paper.changed(noise_multiplier=2.05).plan(50_000).phases
+        assert [phase.steps for phase in phases] == [500, 500, 500]
+        assert [phase.mechanism.mixing_width for phase in phases] == pytest.approx([76.8, 51.2, 25.6])
+        assert {phase.mechanism.sample_rate for phase in phases} == {1024 / 50_000}
+        assert (paper.clip, paper.lr, paper.p, paper.model, paper.padding) == (0.1, 5.0, 1, "linear", "paper")
+        assert (plain.clip, plain.lr, plain.steps, plain.batch, plain.momentum) == (0.1, 4.0, 2700, 1024, 0.0)
+    assert tables.row("transfer", "cifar10-eps0.64").recipe("paper").noise_multiplier == 2.05
+
+
+def test_without_privacy_it_is_the_same_features_and_no_gradient_is_clipped():
+    (row,) = (row for row in tables.rows("transfer") if math.isinf(row.epsilon))
+    free, private = row.recipe("best"), tables.row("transfer", "cifar10-eps2").recipe("best")
+    same = ("data", "features", "weights", "feature_size", "unit_length", "model", "steps", "batch")
+    assert all(getattr(free, name) == getattr(private, name) for name in same)
+    # |softmax - label| <= sqrt(2), and features of length 1 with a bias have length sqrt(2).
+    assert free.unit_length
+    assert free.clip >= 2
+    assert free.noise_multiplier <= 1e-6
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "gaussian" in row.kinds], ids=name)
 def test_the_gaussian_twin_differs_by_its_mechanism_alone(row):
     ours, twin = (row.recipe(kind).as_dict() for kind in ("paper", "gaussian"))
     assert twin.pop("mechanism") == "average"

@@ -20,14 +20,21 @@ ROOT = Path(__file__).parent.parent.parent
 SAMPLES = {"cifar10": 50_000, "svhn": 73_257, "fashion-mnist": 60_000}
 
 
-def result(accuracy: float, kind: str = "plain", seed: int = 1, row: str = "cifar10-eps8", **changes: object) -> Result:
+def result(
+    accuracy: float,
+    kind: str = "plain",
+    seed: int = 1,
+    row: str = "cifar10-eps8",
+    table: str = "table2",
+    **changes: object,
+) -> Result:
     """Of a run nobody made; ``accuracy`` in per cent."""
-    recipe = tables.row("table2", row).recipe(kind, seed)
+    recipe = tables.row(table, row).recipe(kind, seed)
     ledger = recipe.plan(SAMPLES[recipe.data])
     if kind == "released":
         ledger = Ledger(ledger.phases, ("a rule",))
     made = Result(
-        table="table2",
+        table=table,
         row=row,
         kind=kind,
         seed=seed,
@@ -43,7 +50,7 @@ def result(accuracy: float, kind: str = "plain", seed: int = 1, row: str = "cifa
         performance={},
         versions={},
         date="2030-01-01T00:00:00+00:00",
-        path=Path("results") / place("table2", row, kind, seed),
+        path=Path("results") / place(table, row, kind, seed),
     )
     return replace(made, **changes)
 
@@ -120,6 +127,33 @@ def test_what_is_not_proved_has_no_epsilon():
     runs = line(page(result(70, "released")), "table2 cifar10-eps8")
     assert runs[3] == "not proved"
     assert cell(result(70, "released")).epsilon is None
+
+
+def test_a_run_beside_which_nothing_is_printed_has_no_mark():
+    one = result(90, row="cifar10-eps0.64", table="transfer")
+    assert cell(one).reaches is None
+    found = line(page(one), one.row)
+    assert found[3] == "-"
+    assert "[90.0](results/transfer/cifar10-eps0.64/plain-1.json) (90.0-90.0, 1)" in found
+
+
+def test_a_run_without_privacy_says_so():
+    one = result(95, "best", row="cifar10-epsinf", table="transfer")
+    assert cell(one).reaches
+    assert line(page(one), one.row)[1] == "inf"
+    assert line(page(one), f"transfer {one.row}")[3] == "no privacy"
+
+
+def test_what_privacy_costs_is_told_where_both_were_run():
+    free, ours = (
+        result(95, "best", row="cifar10-epsinf", table="transfer"),
+        {"row": "cifar10-eps2", "table": "transfer"},
+    )
+    private = result(92.4, **ours), result(91, "best", **ours)
+    told = "cifar10-eps2: points below 95.0, the same without privacy: plain DP-SGD 2.6, best proved 4.0."
+    assert told in page(free, *private).splitlines()
+    for some in (private, (free,)):
+        assert "without privacy:" not in page(*some).replace("Without privacy: noise", "")
 
 
 def test_epsilons_come_from_the_ledger_and_not_from_what_a_file_claims():

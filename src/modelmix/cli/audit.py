@@ -83,7 +83,7 @@ def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool]:
         from modelmix.experiments.recipe import MECHANISMS, Recipe
 
         recipe = Recipe.load(run)
-        ledger = recipe.whole(len(load(recipe.data).train))
+        ledger = recipe.whole(len(load(recipe.data, image_size=recipe.image_size).train))
         proved = MECHANISMS[recipe.mechanism][1] != "released"
     else:
         ledger = Ledger.load(run / "ledger.json" if run.is_dir() else run)

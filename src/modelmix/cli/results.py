@@ -34,7 +34,7 @@ def results(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show Tables 1, 2 and 3 with our runs beside the printed numbers.
+    """Show Tables 1, 2 and 3 and the transfer learning of Section 5.3 with our runs beside the printed numbers.
 
     A cell is the median over seeds (lowest-highest, number of runs); green reaches the printed number, an arrow does
     not, a dash has not been run.
@@ -74,11 +74,13 @@ def _show(table: Table, found: Summary, spread: bool) -> None:
         text = text if spread else text.split(" ", 1)[0]
         if one is None:
             return text
+        if one.reaches is None:
+            return text
         return f"[bold green]{text}[/]" if one.reaches else f"{text}{results_page.BELOW}"
 
     columns = ["row", "printed", "plain printed", *KINDS]
     rows = [[row.name, *results_page.printed(row), *(cell(row, kind) for kind in KINDS)] for row in table.rows]
-    notes = [*results_page.notes(table), *_efforts(table, found)]
+    notes = [*results_page.notes(table), *results_page.lost(table, found), *_efforts(table, found)]
     show.table(f"\n{table.title}", columns, rows, [escape(note) for note in notes])
 
 

@@ -17,6 +17,7 @@ from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, 
 from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
+from modelmix.experiments.sources import NAMES
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.privacy.ledger import Ledger
@@ -53,7 +54,26 @@ def train(
     data: Annotated[
         str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
     ] = None,
+    image_size: Annotated[
+        int | None,
+        _option("--image-size", "Side in pixels of the images of a --data folder train/<class>/.", _LEARNING),
+    ] = None,
     data_dir: DataDir = None,
+    features: Annotated[
+        str | None,
+        _option(
+            "--features",
+            f"Train on features: {', '.join(NAMES)}, an .onnx or prior .npz file, package.module:function.",
+            _LEARNING,
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        _option("--weights", "State dict for the network that --features package.module:function builds.", _LEARNING),
+    ] = None,
+    unit_length: Annotated[
+        bool | None, _option("--unit-length", "Scale every image's features to the length 1.", _LEARNING)
+    ] = None,
     out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", RUN)] = None,
     resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", RUN)] = False,
     seed: Annotated[int | None, _option("--seed", "Repeatable; for tests only.", RUN)] = None,
@@ -76,6 +96,8 @@ def train(
     modelmix train recipe.toml --epsilon 2 --out runs/mine
     modelmix train --out runs/mine --resume      (the recipe is that of the run)
     modelmix train --mechanism plain
+    modelmix train --data photos --image-size 224 --features efficientnet-lite0 --unit-length --model linear
+    modelmix train --data cifar10 --features efficientnet-lite2 --unit-length --model linear
     """
     given = {
         "mechanism": mechanism,
@@ -92,6 +114,10 @@ def train(
         "momentum": momentum,
         "model": model,
         "data": data,
+        "image_size": image_size,
+        "features": features,
+        "weights": weights,
+        "unit_length": unit_length,
         "seed": seed,
     }
     if epsilon is not None and z is not None:
@@ -128,7 +154,8 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
         from modelmix.training import Performance
     performance = Performance(**knobs._asdict())
     with plain_warnings():
-        return recipe.trainer(load(recipe.data, data_dir), folder=folder, resume=resume, performance=performance)
+        data = load(recipe.data, data_dir, recipe.image_size)
+        return recipe.trainer(data, folder=folder, resume=resume, performance=performance)
 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from modelmix.data import catalogue, cifar, fashion, svhn
+from modelmix.data import catalogue, cifar, fashion, images, svhn
 from modelmix.errors import ModelMixError
 
 DEFAULT = "fashion-mini"
@@ -56,7 +56,7 @@ class DataSet:
         return tuple(self.train.x.shape[1:])
 
 
-def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None) -> DataSet:
+def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image_size: int | None = None) -> DataSet:
     """Loads a data set and checks it.
 
     The test split of every set is there to report how good a model is, never to choose a model or a setting.
@@ -69,6 +69,8 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None) -> Da
               published checksums; SVHN with another checksum but the published number of images of each digit is
               called "svhn (rebuilt crops)";
             - a folder with these files, or with the four idx files of a relative of Fashion-MNIST (MNIST, KMNIST);
+            - a folder with train/<class>/*.png or *.jpg, and test/<class>/... or one image in ten of train, see
+              ``modelmix.data.images``;
             - an archive of CIFAR-10, packed as published;
             - an .npz file with x_train, y_train, x_test, y_test: x holds uint8 images (N x H x W, N x H x W x C or
               N x C x H x W, C at most 4, H and W more than 4) or float features (N x D), y integers 0 .. k - 1.
@@ -76,7 +78,10 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None) -> Da
             No file can run code: neither an .npz file nor a pickle of CIFAR-10 is trusted.
         data_dir: where public sets are looked for by name; by default the folder that the environment variable
             MODELMIX_DATA names, else ~/.cache/modelmix. `modelmix data fetch` puts them there.
+        image_size: the side in pixels to which the images of a folder are scaled; nothing else takes it.
     """
+    if image_size is not None and not images.there(Path(source)):
+        raise ModelMixError("image_size is for a folder of images, train/<class>/*.png: leave it out.")
     if source == DEFAULT:
         return _assembled(DEFAULT, fashion.embedded(), fashion.CLASSES, owned=True)
     if isinstance(source, str) and source in catalogue.CATALOGUE:
@@ -92,15 +97,18 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None) -> Da
         return _public(found[0], path)
     if path.suffix == ".npz" and path.is_file():
         return _assembled(path.stem, _npz(path), owned=True)
+    if images.there(path):
+        arrays, classes = images.read(path, image_size)
+        return _assembled(path.resolve().name, arrays, classes, owned=True)
     if path.is_dir():
         raise ModelMixError(
             f"{path} has no file {fashion.CANONICAL['x_train']}, {next(iter(cifar.BINARY.md5))} or "
             f"{svhn.FILES['train']}: a folder must hold the files of Fashion-MNIST or a relative (idx), of CIFAR-10 or "
-            "of SVHN. Check the path."
+            "of SVHN, or images in train/<class>/. Check the path."
         )
     raise ModelMixError(
         f"data {str(source)!r} is not there: allowed are {DEFAULT}, a folder with the four idx files of Fashion-MNIST "
-        "or the files of CIFAR-10 or SVHN, a file ending in .npz, or one of the names "
+        "or the files of CIFAR-10 or SVHN or with images in train/<class>/, a file ending in .npz, or one of the names "
         f"{', '.join(catalogue.CATALOGUE)}. Check the spelling and the path."
     )
 
@@ -141,10 +149,10 @@ def _public(name: str, path: Path) -> DataSet:
     if name == "svhn":
         arrays, published = svhn.read(path)
         return _assembled(name if published else f"{name} (rebuilt crops)", arrays, svhn.CLASSES, owned=True)
-    images = fashion.folder(path)
-    if fashion.is_official(images):
-        return _assembled(name, images, fashion.CLASSES, owned=True)
-    return _assembled(path.resolve().name, images, owned=True)
+    found = fashion.folder(path)
+    if fashion.is_official(found):
+        return _assembled(name, found, fashion.CLASSES, owned=True)
+    return _assembled(path.resolve().name, found, owned=True)
 
 
 def _assembled(

@@ -13,15 +13,13 @@ import torch
 
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError
+from modelmix.experiments import sources
 from modelmix.features import (
     ChannelNormalisation,
-    Scattering,
     cached,
     group_normalise,
     private_channel_normalisation,
 )
-from modelmix.features.frozen import Frozen
-from modelmix.features.weights import Prior
 from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.training.randomness import Randomness
@@ -67,11 +65,12 @@ def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path
     """
     if recipe.features is None:
         return Prepared(data, device)
-    transform = Scattering(device=device) if recipe.prior is None else Frozen(Prior.load(recipe.prior), device)
+    transform = sources.transform(recipe, device)
     train, test = (cached(transform, split.x) for split in (data.train, data.test))
     if recipe.normalise == "group":
         train, test = group_normalise(train), group_normalise(test)
-    prepared = Prepared(_with(data, train, test), device)
+    seen = {"features": {"name": transform.name, "version": transform.version, **transform.parameters}}
+    prepared = Prepared(_with(data, train, test), device, about=seen)
     if recipe.normalise != "private":
         return prepared
     normalise = (None if run is None else _released(run)) or private_channel_normalisation(
@@ -89,7 +88,7 @@ def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path
         "steps": normalise.phase.steps,
     }
     spent = Ledger().add(normalise.phase.mechanism, normalise.phase.steps)
-    return Prepared(_with(data, normalise(train), normalise(test)), device, spent, {KEY: moments})
+    return Prepared(_with(data, normalise(train), normalise(test)), device, spent, {**seen, KEY: moments})
 
 
 def _with(data: DataSet, train: torch.Tensor, test: torch.Tensor) -> DataSet:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmix.errors import ModelMixError
+from modelmix.experiments import sources
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.calibration import smallest_safe
 from modelmix.privacy.ledger import Ledger
@@ -38,8 +39,6 @@ MECHANISMS: Mapping[str, tuple[str, str, bool]] = {
     "released": ("gaussian", "released", True),
 }
 
-_FEATURES = ("scatter", "prior")
-_NORMALISATIONS = ("group", "private")
 _MIXING = ("mixing_width", "tau_over_eta", "tau")
 _POSITIVE = {
     "epsilon": "the target epsilon",
@@ -56,6 +55,8 @@ _COUNTS = {
     "p": "the truncation parameter",
     "multiplicity": "the number of copies of a sample",
     "evaluate_every": "the number of steps between evaluations",
+    "image_size": "the side of an image of the data",
+    "feature_size": "the side of an image for the network of features",
 }
 
 Changing = float | Mapping[str, Any]
@@ -72,10 +73,16 @@ class Recipe:
     spent is a ledger file of what was released about the same samples before, by clip-advice for instance: epsilon
     counts it, and noise that is calibrated leaves room for it.
 
+    image_size is the side to which the images of a folder are scaled; nothing else takes it.
+
     prior is a file of ``modelmix prior``: the network starts from its weights, or, with features = "prior", is trained
     on what it sees.
 
-    features = "scatter" trains on the scattering features of the images. normalise = "group" makes every group of their
+    features trains on what something sees in the images instead of the images: "scatter", "prior" (or the file of a
+    prior itself), a pretrained network by name, an .onnx file, or package.module:function, which takes images, or, with
+    a file of weights, builds a network. feature_size, pixels and unit_length: see ``Inputs`` and ``Extractor``.
+
+    With features = "scatter", normalise = "group" makes every group of their
     channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
     moments released by noise of multiplier normalise_noise on channel means clipped to mean_clip and channel second
     moments clipped to square_clip, and epsilon counts them.
@@ -84,8 +91,13 @@ class Recipe:
     name: str = "run"
     data: str = "fashion-mini"
     spent: str | None = None
+    image_size: int | None = None
     prior: str | None = None
     features: str | None = None
+    weights: str | None = None
+    feature_size: int | None = None
+    pixels: str | None = None
+    unit_length: bool = False
     normalise: str | None = None
     normalise_noise: float = 8.0
     mean_clip: float | None = None
@@ -125,7 +137,7 @@ class Recipe:
             self._one_of(*_MIXING)
         elif any(getattr(self, name) is not None for name in _MIXING):
             raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
-        self._check_features()
+        sources.check(self)
         probability("delta", self.delta, "the failure probability")
         for name, meaning in _POSITIVE.items():
             if getattr(self, name) is not None:
@@ -139,23 +151,6 @@ class Recipe:
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise ModelMixError(f"a recipe for {self.mechanism} needs one of {', '.join(names)}: it has {found}.")
-
-    def _check_features(self) -> None:
-        for name, allowed in (("features", _FEATURES), ("normalise", _NORMALISATIONS)):
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise ModelMixError(f"{name} = {value!r} is unknown: choose {' or '.join(allowed)}, or leave it out.")
-        if self.normalise is not None and self.features != "scatter":
-            raise ModelMixError('normalise is for features = "scatter": give that as well, or leave it out.')
-        if self.prior is None and self.features == "prior":
-            raise ModelMixError('features = "prior" needs prior = FILE: make one with modelmix prior.')
-        if self.prior is not None and self.features == "scatter":
-            raise ModelMixError('a prior has features of its own: give features = "prior", or leave prior out.')
-        clips = (self.mean_clip, self.square_clip)
-        if (self.normalise == "private") != all(clip is not None for clip in clips) or (
-            self.normalise != "private" and any(clip is not None for clip in clips)
-        ):
-            raise ModelMixError('normalise = "private" needs mean_clip and square_clip, and nothing else takes them.')
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Recipe:

@@ -14,6 +14,9 @@ from modelmix.models import Pixels, build
 from modelmix.training import Performance
 from modelmix.training.engines import Engine
 
+# What of a recipe decides what its images become.
+_PREPARATION = ("features", "normalise", "prior", "weights", "feature_size", "pixels", "unit_length")
+
 
 class Store:
     """What runs train on and with. It keeps one data set at a time, with everything that was prepared from it.
@@ -26,20 +29,21 @@ class Store:
     def __init__(self, data_dir: Path | None, performance: Performance) -> None:
         self._data_dir, self._performance = data_dir, performance
         self.device = performance.find_device()
-        self._source = ""
+        self._source: tuple[str, int | None] = ("", None)
         self._data: DataSet | None = None
-        self._prepared: dict[tuple[str | None, ...], Prepared] = {}
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._engines: dict[Any, Engine] = {}
 
     def prepared(self, recipe: Recipe, run: Path) -> Prepared:
         """What this recipe trains on; ``run`` is the folder of its run, which may have released moments already."""
-        if self._data is None or self._source != recipe.data:
+        source = recipe.data, recipe.image_size
+        if self._data is None or self._source != source:
             self._data, self._prepared = None, {}  # room before the next one comes
-            self._data, self._source = load(recipe.data, self._data_dir), recipe.data
+            self._data, self._source = load(recipe.data, self._data_dir, recipe.image_size), source
         if recipe.normalise == "private":
             recipe.plan(len(self._data.train))  # refuses a run that cannot pay, before its moments are released
             return prepare(recipe, self._data, self.device, run)
-        key = recipe.features, recipe.normalise, recipe.prior
+        key = tuple(getattr(recipe, name) for name in _PREPARATION)
         if key not in self._prepared:
             self._prepared[key] = prepare(recipe, self._data, self.device)
         return self._prepared[key]

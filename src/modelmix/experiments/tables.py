@@ -1,4 +1,4 @@
-"""Tables 1, 2 and 3 of the paper as data: what every row prints, and how each kind of run of it is trained.
+"""Tables 1, 2 and 3 of the paper and its transfer learning as data: what a row prints, how each kind of run is trained.
 
 A row is a file ``recipes/TABLE/ROW.toml``: the printed numbers, and one section for every kind of run. A section holds
 what a recipe holds; ``extends`` names files of ``recipes/base``, of which later ones go over earlier ones and the
@@ -18,7 +18,7 @@ from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import Recipe, read_mapping
 
 RECIPES = Path(__file__).parent / "recipes"
-TABLES = ("table1", "table2", "table3")
+TABLES = ("table1", "table2", "table3", "transfer")
 KINDS = {
     "released": "the authors' configuration; its epsilon is claimed, not proved",
     "paper": "Algorithm 1 as printed, with the paper's settings",
@@ -36,7 +36,7 @@ class Table:
     """One table of the paper.
 
     Args:
-        name: "table1", "table2" or "table3".
+        name: one of ``TABLES``.
         title: its number and subject.
         network: what is trained.
         absent: kind -> why this table has no run of it.
@@ -60,9 +60,9 @@ class Row:
         table: the name of its table.
         name: the name of its file.
         data: the data set, in words.
-        epsilon: at which the paper prints ``accuracy``, and of every run but plain ones.
+        epsilon: at which the paper prints ``accuracy``, and of every run but plain ones; infinite without privacy.
         accuracy: printed for the paper's method.
-        plain_accuracy: printed for plain DP-SGD; Table 1 quotes Tramer and Boneh.
+        plain_accuracy: printed for plain DP-SGD; Table 1 quotes Tramer and Boneh. None where nothing is printed.
         plain_epsilon: at which the paper prints ``plain_accuracy``, and of plain runs.
         sections: kind -> what its recipe says.
         note: what a reader of the row must know.
@@ -73,7 +73,7 @@ class Row:
     data: str
     epsilon: float
     accuracy: float
-    plain_accuracy: float
+    plain_accuracy: float | None
     plain_epsilon: float
     sections: Mapping[str, Mapping[str, Any]] = field(repr=False)
     note: str = ""
@@ -86,8 +86,8 @@ class Row:
         """The epsilon of a kind of run."""
         return self.plain_epsilon if kind == "plain" else self.epsilon
 
-    def printed(self, kind: str) -> float:
-        """The paper's accuracy that a kind of run is compared with."""
+    def printed(self, kind: str) -> float | None:
+        """The paper's accuracy that a kind of run is compared with, if there is one."""
         return self.plain_accuracy if kind == "plain" else self.accuracy
 
     def recipe(self, kind: str, seed: int | None = None) -> Recipe:
@@ -138,10 +138,12 @@ def _table(root: Path, name: str) -> Table:
 
 
 def _row(table: str, path: Path) -> Row:
-    needed = {"data": str, "epsilon": float, "accuracy": float, "plain_accuracy": float}
-    found = _checked(path, needed, {"plain_epsilon": float, "note": str, **dict.fromkeys(KINDS, dict)})
+    needed = {"data": str, "epsilon": float, "accuracy": float}
+    numbers = {"plain_accuracy": float, "plain_epsilon": float}
+    found = _checked(path, needed, {**numbers, "note": str, **dict.fromkeys(KINDS, dict)})
     sections = {kind: found.pop(kind) for kind in KINDS if kind in found}
-    return Row(table, path.stem, **{"plain_epsilon": found["epsilon"], **found}, sections=sections)
+    defaults = {"plain_accuracy": None, "plain_epsilon": found["epsilon"]}
+    return Row(table, path.stem, **{**defaults, **found}, sections=sections)
 
 
 def _checked(path: Path, needed: Mapping[str, type], allowed: Mapping[str, type]) -> dict[str, Any]:

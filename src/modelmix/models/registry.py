@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
 
 from modelmix.errors import ModelMixError
+from modelmix.imports import current_folder_importable, imported, one_line
 from modelmix.models.networks import cnn, linear, mlp
 from modelmix.models.residual import ResNet20, WideResNet16
 from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
@@ -80,23 +77,17 @@ def build(name: str, shape: Shape, classes: int) -> nn.Module:
             f"model {name!r} is not known: allowed are {', '.join(NAMES)} or package.module:function. "
             "Check the spelling."
         )
-    return _build_own(name, module, function, shape, classes)
+    return _build_own(name, function, shape, classes)
 
 
-def _build_own(name: str, module: str, function: str, shape: Shape, classes: int) -> nn.Module:
-    with _current_folder_importable():
-        try:
-            builder = getattr(importlib.import_module(module), function)
-        except Exception as error:  # whatever the user's module raises
-            raise ModelMixError(
-                f"model {name!r} cannot be imported: {_one_line(error)}. It must be package.module:function, "
-                "importable from the current folder."
-            ) from error
+def _build_own(name: str, function: str, shape: Shape, classes: int) -> nn.Module:
+    _, builder = imported(name, "model")
+    with current_folder_importable():
         try:
             model = builder(shape, classes)
         except Exception as error:
             raise ModelMixError(
-                f"model {name!r} failed: {_one_line(error)}. It is called as {function}({shape}, {classes}), with the "
+                f"model {name!r} failed: {one_line(error)}. It is called as {function}({shape}, {classes}), with the "
                 "shape of a sample and the number of classes, and must return a torch.nn.Module."
             ) from error
     if not isinstance(model, nn.Module):
@@ -104,20 +95,3 @@ def _build_own(name: str, module: str, function: str, shape: Shape, classes: int
             f"model {name!r} returned {type(model).__name__}: {function}(shape, classes) must return a torch.nn.Module."
         )
     return model
-
-
-@contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    """An installed command, unlike ``python -m``, does not look into the current folder by itself."""
-    folder = os.getcwd()
-    importlib.invalidate_caches()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # already gone when the imported code has put sys.path in order itself
-            sys.path.remove(folder)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,16 @@ def draw(summary: Summary, path: Path) -> list[Path]:
     panels: dict[str, list[Row]] = {}
     for name in tables.TABLES:
         table = tables.table(name)
-        for row in table.rows:
+        for row in (row for row in table.rows if math.isfinite(row.epsilon)):
             panels.setdefault(f"{row.data}, {table.network}", []).append(row)
     with style.look():
         from matplotlib import pyplot
 
-        figure, grid = pyplot.subplots(2, 2, figsize=(9.5, 7.2), layout="constrained")
-        for axes, (title, rows) in zip(grid.ravel(), panels.items(), strict=True):
+        down = -(-len(panels) // 2)
+        figure, grid = pyplot.subplots(down, 2, figsize=(9.5, 3.6 * down), layout="constrained")
+        for axes in grid.ravel()[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (title, rows) in zip(grid.ravel(), panels.items(), strict=False):
             _panel(axes, sorted(rows, key=lambda row: row.epsilon), summary)
             axes.set(title=title, xlabel="epsilon at delta = 1e-5", ylabel="test accuracy, %")
         lines: dict[str, Any] = {}
@@ -47,7 +51,8 @@ def _panel(axes: Any, rows: list[Row], summary: Summary) -> None:
               label="ModelMix, printed")  # fmt: skip
     # Table 3 prints plain DP-SGD at epsilons around 100, which would leave no room for the rest.
     plain = [row for row in rows if row.plain_epsilon == row.epsilon]
-    axes.plot([row.epsilon for row in plain], [row.plain_accuracy for row in plain], "--", color=style.PLAIN, lw=1.2,
+    told = [row for row in plain if row.plain_accuracy is not None]
+    axes.plot([row.epsilon for row in told], [row.plain_accuracy for row in told], "--", color=style.PLAIN, lw=1.2,
               label="plain DP-SGD, printed")  # fmt: skip
     for kind in KINDS:
         cells = [cell for row in (plain if kind == "plain" else rows) if (cell := summary.cell(row, kind)) is not None]

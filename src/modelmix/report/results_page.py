@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ HEADINGS = {
 }
 """kind -> heading of its column."""
 
+_NO_PRIVACY = 1e6  # an epsilon beyond which it says nothing
+
 BELOW = "↓"
 """Stands behind what does not reach the printed number."""
 
@@ -28,15 +31,15 @@ _INTRODUCTION = """# Results
 Test accuracy in per cent beside the numbers printed in the paper. This page is written by `modelmix results`; do not
 edit it. To run what is missing, and to write it again:
 
-    modelmix reproduce table2 --seeds 5 --out docs/results      # and table1, table3; finished runs are skipped
+    modelmix reproduce table2 --seeds 5 --out docs/results   # and table1, table3, transfer; finished runs are skipped
     modelmix results --markdown docs/results.md --figure docs/figures/accuracy.png
 
 A cell is the median over seeds (of an even number the worse of the two in the middle) with a link to the file of that
 run; in brackets the lowest, the highest and the number of runs. **Bold** reaches the number printed for the same
-epsilon, {below} does not, and a dash is a run that was not made. The test set was read once a run, after the last
-step; a run that keeps an average of its states reports the average, any other the last state. Every epsilon is
-recomputed from the ledger in the file, at delta = 1e-5, and named in the cell if it is above that of the row. Seeds
-make runs repeatable, which is right for public data and for nothing else.
+epsilon, {below} does not, and a dash is a run that was not made or a number that was not printed. The test set was
+read once a run, after the last step; a run that keeps an average of its states reports the average, any other the last
+state. Every epsilon is recomputed from the ledger in the file, at delta = 1e-5, and named in the cell if it is above
+that of the row. Seeds make runs repeatable, which is right for public data and for nothing else.
 
 | column | what |
 | --- | --- |
@@ -72,6 +75,8 @@ def cell_text(cell: Cell | None) -> str:
 
 def printed(row: Row) -> tuple[str, str]:
     """What the paper prints for its method and for plain DP-SGD; with epsilon where the two differ in it."""
+    if row.plain_accuracy is None:
+        return f"{row.accuracy:.1f}", "-"
     if row.epsilon == row.plain_epsilon:
         return f"{row.accuracy:.1f}", f"{row.plain_accuracy:.1f}"
     return f"{row.accuracy:.1f} at {row.epsilon:g}", f"{row.plain_accuracy:.1f} at {row.plain_epsilon:g}"
@@ -86,6 +91,21 @@ def notes(table: Table) -> list[str]:
     return out
 
 
+def lost(table: Table, summary: Summary) -> list[str]:
+    """What privacy costs beside the same features without it, in points of the medians; where both were run."""
+    out = []
+    free = {row.data: summary.cell(row, "best") for row in table.rows if math.isinf(row.epsilon)}
+    for row in table.rows:
+        without = free.get(row.data)
+        cells = [cell for kind in row.kinds if (cell := summary.cell(row, kind)) is not None]
+        if without is None or math.isinf(row.epsilon) or not cells:
+            continue
+        best = without.middle.reported
+        points = ", ".join(f"{HEADINGS[cell.kind]} {best - cell.middle.reported:.1f}" for cell in cells)
+        out.append(f"{row.name}: points below {best:.1f}, the same without privacy: {points}.")
+    return out
+
+
 def _table(table: Table, summary: Summary, folder: Path) -> Iterator[str]:
     yield f"## {table.title}\n"
     header = ["row", "epsilon", "paper", "paper's plain", *(HEADINGS[kind] for kind in KINDS)]
@@ -94,7 +114,7 @@ def _table(table: Table, summary: Summary, folder: Path) -> Iterator[str]:
         for row in table.rows
     ]
     yield _grid(header, rows)
-    yield from (f"{note}\n" for note in notes(table))
+    yield from (f"{note}\n" for note in (*notes(table), *lost(table, summary)))
 
 
 def _marked(cell: Cell | None, folder: Path) -> str:
@@ -102,6 +122,8 @@ def _marked(cell: Cell | None, folder: Path) -> str:
         return "-"
     number, rest = cell_text(cell).split(" ", 1)
     number = f"[{number}]({_link(cell.middle.path, folder)})"
+    if cell.reaches is None:
+        return f"{number} {rest}"
     return f"**{number}** {rest}" if cell.reaches else f"{number} {BELOW} {rest}"
 
 
@@ -121,9 +143,13 @@ def _runs(summary: Summary, folder: Path) -> Iterator[str]:
 
 def _details(cell: Cell, folder: Path) -> list[str]:
     links = [f"[{result.reported:.2f}]({_link(result.path, folder)})" for result in cell.results]
-    epsilon = "not proved" if cell.epsilon is None else up(cell.epsilon)
+    epsilon = "not proved" if cell.epsilon is None else _spent(cell.epsilon)
     data = " / ".join(sorted({str(result.data["name"]) for result in cell.results}))
     return [", ".join(links), epsilon, f"{cell.middle.steps:,}", f"{cell.seconds:.0f}", data, cell.hardware]
+
+
+def _spent(epsilon: float) -> str:
+    return "no privacy" if epsilon > _NO_PRIVACY else up(epsilon)
 
 
 def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

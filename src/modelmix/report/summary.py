@@ -48,9 +48,12 @@ class Cell:
         return self.epsilon is not None and self.epsilon > self.row.target(self.kind)
 
     @property
-    def reaches(self) -> bool:
-        """At least the printed accuracy, as it is printed, for no more than the printed epsilon."""
-        return not self.too_expensive and round(self.middle.reported, 1) >= self.row.printed(self.kind)
+    def reaches(self) -> bool | None:
+        """At least the printed accuracy, as it is printed, for no more than the printed epsilon; None if none is."""
+        printed = self.row.printed(self.kind)
+        if printed is None:
+            return None
+        return not self.too_expensive and round(self.middle.reported, 1) >= printed
 
     @property
     def seconds(self) -> float:

@@ -1,0 +1,99 @@
+"""Which features a recipe may ask for, by name, and where they come from. Checking a name needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from modelmix.errors import ModelMixError
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelmix.experiments.recipe import Recipe
+    from modelmix.features.cache import Transform
+
+PRETRAINED = ("efficientnet-lite0", "efficientnet-lite2")
+NAMES = ("scatter", "prior", *PRETRAINED)
+NORMALISATIONS = ("group", "private")
+
+_KINDS = "a file ending in .onnx or .npz, or package.module:function"
+
+
+def kind_of(name: str) -> str:
+    """One of "scatter", "prior", "pretrained", "onnx", "own"."""
+    if name in ("scatter", "prior"):
+        return name
+    if name in PRETRAINED:
+        return "pretrained"
+    if name.endswith(".npz"):
+        return "prior"
+    if name.endswith(".onnx"):
+        return "onnx"
+    module, colon, function = name.partition(":")
+    if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
+        return "own"
+    if name.endswith((".pt", ".pth", ".pt2", ".safetensors")):
+        raise ModelMixError(
+            f'features = {name!r} are weights without their network: give features = "package.module:function", which '
+            f"builds it, and weights = {name!r} of its state dict; or export it to ONNX."
+        )
+    raise ModelMixError(f"features = {name!r} is unknown: choose {', '.join(NAMES)}, {_KINDS}, or leave it out.")
+
+
+def check(recipe: Recipe) -> None:
+    """Refuses names that do not exist and settings that do not go together."""
+    kind = None if recipe.features is None else kind_of(recipe.features)
+    if recipe.normalise is not None and recipe.normalise not in NORMALISATIONS:
+        raise ModelMixError(
+            f"normalise = {recipe.normalise!r} is unknown: choose {' or '.join(NORMALISATIONS)}, or leave it out."
+        )
+    if recipe.normalise is not None and kind != "scatter":
+        raise ModelMixError('normalise is for features = "scatter": give that as well, or leave it out.')
+    if recipe.prior is None and recipe.features == "prior":
+        raise ModelMixError('features = "prior" needs prior = FILE: make one with modelmix prior.')
+    if recipe.prior is not None and recipe.features not in (None, "prior"):
+        raise ModelMixError('a prior has features of its own: give features = "prior", or leave prior out.')
+    clips = (recipe.mean_clip, recipe.square_clip)
+    if (recipe.normalise == "private") != all(clip is not None for clip in clips) or (
+        recipe.normalise != "private" and any(clip is not None for clip in clips)
+    ):
+        raise ModelMixError('normalise = "private" needs mean_clip and square_clip, and nothing else takes them.')
+    network = kind == "onnx" or (kind == "own" and recipe.weights is not None)
+    for name, allowed, what in (
+        ("weights", kind == "own", 'features = "package.module:function"'),
+        ("pixels", network, "an .onnx file, and for package.module:function with weights"),
+        (
+            "feature_size",
+            network or kind == "pretrained",
+            "pretrained networks, .onnx files, and functions with weights",
+        ),
+        ("unit_length", kind in ("pretrained", "onnx", "own"), "pretrained networks, .onnx files and own functions"),
+    ):
+        if getattr(recipe, name) not in (None, False) and not allowed:
+            raise ModelMixError(f"{name} is for {what}: leave it out.")
+
+
+def transform(recipe: Recipe, device: torch.device) -> Transform:
+    """The features of a recipe, as they are cached."""
+    from modelmix.features import Scattering
+    from modelmix.features.frozen import Frozen
+    from modelmix.features.inputs import Inputs
+    from modelmix.features.onnx import onnx_file
+    from modelmix.features.own import own_function, own_network
+    from modelmix.features.pretrained import pretrained
+    from modelmix.features.weights import Prior
+
+    name, unit = str(recipe.features), recipe.unit_length
+    kind = kind_of(name)
+    if kind == "scatter":
+        return Scattering(device=device)
+    if kind == "prior":
+        return Frozen(Prior.load(recipe.prior or name), device)
+    if kind == "pretrained":
+        return pretrained(name, device, size=recipe.feature_size, unit_length=unit)
+    inputs = Inputs(recipe.feature_size, recipe.pixels or "imagenet")
+    if kind == "onnx":
+        return onnx_file(name, inputs, device, unit_length=unit)
+    if recipe.weights is not None:
+        return own_network(name, recipe.weights, inputs, device, unit_length=unit)
+    return own_function(name, unit_length=unit)
