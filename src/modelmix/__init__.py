@@ -13,6 +13,7 @@ from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
 from modelmix.privacy.calibration import calibrate, max_steps
 from modelmix.privacy.comparison import compare
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian, mixing_width
@@ -21,6 +22,7 @@ _TRAINING = ("Clip", "Performance", "Schedule", "Trainer", "clipped_sum", "make_
 
 __all__ = [
     "Clip",
+    "EmbeddingMechanism",
     "Gaussian",
     "Guarantee",
     "Laplace",
