@@ -18,10 +18,11 @@ from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 
-_TRAINING = ("Clip", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
+_TRAINING = ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
 
 __all__ = [
     "Clip",
+    "Embedding",
     "EmbeddingMechanism",
     "Gaussian",
     "Guarantee",
