@@ -69,7 +69,7 @@ def folder(tmp_path, monkeypatch):
     x = (rng.normal(size=(300, 6)) + 2 * np.eye(3, 6)[y]).astype(np.float32)
     np.savez(tmp_path / "data.npz", x_train=x[:240], y_train=y[:240], x_test=x[240:], y_test=y[240:])
     root = tmp_path / "recipes"
-    for name in ("base", *tables.TABLES):
+    for name in ("base", *tables.ALL):
         (root / name).mkdir(parents=True)
         (root / name / "table.toml").write_text(f'title = "{name}"\nnetwork = "linear"')
     (root / "base" / "small.toml").write_text(SMALL.format(folder=tmp_path))

@@ -1,4 +1,4 @@
-"""The rows of Tables 1, 2 and 3: printed numbers, settings of the paper, and noise that is worth its epsilon."""
+"""Tables 1, 2 and 3 and Section 5.3: printed numbers, settings of the paper, and noise that is worth its epsilon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRINTED = {
 }
 """Epsilon and accuracy of the paper's method; accuracy of plain DP-SGD, in Table 3 its epsilon."""
 
-ROWS = [row for name in tables.TABLES for row in tables.rows(name)]
+ROWS = [row for name in tables.ALL for row in tables.rows(name)]
 RUNS = [(row, kind) for row in ROWS for kind in row.kinds]
 
 
@@ -63,7 +63,9 @@ def test_every_epsilon_is_proved_and_used_up(row):
     for kind in row.kinds:
         recipe, target = row.recipe(kind, 1), row.target(kind)
         plan = recipe.plan(SAMPLES[recipe.data])
-        if kind == "released":  # calibrated as its authors did; nothing is proved
+        if kind == "released" and row.table == "embedding":  # how its authors accounted for it is not known
+            assert 0.9 * target <= mm.epsilon(plan, 1e-5, conversion="classic") <= 1.15 * target
+        elif kind == "released":  # calibrated as its authors did; nothing is proved
             assert 0.998 * target <= mm.epsilon(plan, 1e-5, conversion="classic") <= target
         elif recipe.epsilon is None:
             assert 0.998 * target <= best_epsilon(plan, 1e-5).epsilon <= target
@@ -97,10 +99,28 @@ def test_the_settings_of_the_paper():
         assert (plain.clip, plain.lr, plain.momentum, plain.steps) == (0.1, 4.0, 0.9, recipe.steps)
 
 
+def test_gradient_embedding_is_set_as_in_section_5_3():
+    found = [(row.epsilon, row.accuracy, row.plain_epsilon, row.plain_accuracy) for row in tables.rows("embedding")]
+    assert found == [(2.9, 74.2, 8.0, 73.2), (6.1, 79.1, 111.2, 79.1)]
+    for row in tables.rows("embedding"):
+        recipes = [row.recipe(kind) for kind in row.kinds]
+        assert {(r.clip, r.embedding_clip, r.model, r.public) for r in recipes} == {
+            (2.0, 5.0, "resnet20-embedding", "public_tinyimagenet32_2000.npz")
+        }
+        (phase,) = row.recipe("paper").changed(noise_multiplier=1.0).plan(50_000).phases
+        assert phase.mechanism == mm.EmbeddingMechanism(1.0, 0.04, 50.0, 25, clip_ratio=2.5)
+        assert (phase.steps, row.recipe("paper").lr) == (5000, 0.2)
+        plain = row.recipe("plain")
+        lr = plain.schedule("lr")
+        assert (plain.batch, plain.steps, plain.momentum, plain.weight_decay) == (1000, 10_000, 0.9, 2e-4)
+        assert [lr.at(k) for k in (1, 5000, 5001, 7500, 7501)] == [0.1, 0.1, 0.01, 0.01, 0.001]
+        assert row.recipe("released").noise_multiplier == pytest.approx(0.75 * 2.0838, abs=1e-4)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_the_gaussian_twin_differs_by_its_mechanism_alone(row):
     ours, twin = (row.recipe(kind).as_dict() for kind in ("paper", "gaussian"))
-    assert twin.pop("mechanism") == "average"
+    assert twin.pop("mechanism") == ("embedding-average" if row.table == "embedding" else "average")
     for one in (ours, twin):
         for key in ("mechanism", "epsilon", "noise_multiplier", "tau_over_eta", "padding", "name"):
             one.pop(key, None)

@@ -102,7 +102,7 @@ def test_a_cell_says_all_and_leads_to_its_file():
 
 def test_what_was_not_run_is_shown():
     text = page(result(50))
-    for name in tables.TABLES:
+    for name in tables.ALL:
         for row in tables.rows(name):
             assert line(text, row.name)[4:].count("-") == (4 if row.name == "cifar10-eps8" else 5)
 

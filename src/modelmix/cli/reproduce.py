@@ -12,7 +12,7 @@ from modelmix.cli import show
 from modelmix.cli.options import Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
 from modelmix.cli.tables import Choice, print_recipe, run_table
 from modelmix.errors import ModelMixError
-from modelmix.experiments.tables import KINDS, TABLES
+from modelmix.experiments.tables import ALL, KINDS
 
 _FIGURES = ("fig3",)
 _TABLE, _REHEARSAL = "Runs of a table", "Rehearsal (never shown as a result)"
@@ -23,7 +23,7 @@ def _option(names: str, text: str, panel: str = _TABLE) -> Any:
 
 
 def reproduce(
-    what: Annotated[str, typer.Argument(help=f"{', '.join((*_FIGURES, *TABLES))}.", metavar="WHAT")],
+    what: Annotated[str, typer.Argument(help=f"{', '.join((*_FIGURES, *ALL))}.", metavar="WHAT")],
     row: Annotated[list[str] | None, _option("--row", "Only this row; may be given several times.")] = None,
     kind: Annotated[
         list[str] | None, _option("--kind", f"Only this kind, of {', '.join(KINDS)}; may be given several times.")
@@ -54,10 +54,11 @@ def reproduce(
     \b
     modelmix reproduce fig3
     modelmix reproduce table2 --row cifar10-eps8 --kind paper --kind plain --seeds 3 --data-dir data
+    modelmix reproduce embedding --kind paper --data-dir data
     modelmix reproduce table1 --steps 2                      (a rehearsal)
     modelmix reproduce table2 --row cifar10-eps8 --kind paper --print-recipe > paper.toml
     """
-    if what in TABLES:
+    if what in ALL:
         choice = Choice(row or (), kind or (), seeds, first_seed, steps, batch)
         if print_recipe_only:
             print_recipe(what, choice)
@@ -65,7 +66,7 @@ def reproduce(
             run_table(what, choice, out, data_dir, Knobs(device, engine, precision, compiled, chunk), json)
         return
     if what not in _FIGURES:
-        raise ModelMixError(f"{what!r} cannot be reproduced: choose one of {', '.join((*_FIGURES, *TABLES))}.")
+        raise ModelMixError(f"{what!r} cannot be reproduced: choose one of {', '.join((*_FIGURES, *ALL))}.")
     if row or kind or steps or batch or print_recipe_only:
         raise ModelMixError(f"{what} is a figure and has no runs: leave out --row, --kind, --steps and the like.")
     _fig3(out, json)

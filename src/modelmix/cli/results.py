@@ -34,7 +34,7 @@ def results(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show Tables 1, 2 and 3 with our runs beside the printed numbers.
+    """Show Tables 1, 2 and 3, and Section 5.3, with our runs beside the printed numbers.
 
     A cell is the median over seeds (lowest-highest, number of runs); green reaches the printed number, an arrow does
     not, a dash has not been run.
@@ -58,7 +58,7 @@ def results(
         print(show.as_json({**_data(found), "files": [str(path) for path in written]}))
         return
     spread = Console().width >= _WIDE
-    for name in tables.TABLES:
+    for name in tables.ALL:
         _show(tables.table(name), found, spread)
     print("\n" + "\n".join(f"{kind}: {text}" for kind, text in KINDS.items()))
     if not spread:
@@ -102,7 +102,7 @@ def _range(values: list[int]) -> str:
 
 def _data(found: Summary) -> dict[str, Any]:
     return {
-        "tables": {name: [_row(row, found) for row in tables.rows(name)] for name in tables.TABLES},
+        "tables": {name: [_row(row, found) for row in tables.rows(name)] for name in tables.ALL},
         "outdated": [str(result.path) for result in found.outdated],
     }
 

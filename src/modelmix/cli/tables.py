@@ -1,4 +1,4 @@
-"""``modelmix reproduce table1 | table2 | table3``: every chosen run, begun, resumed or skipped."""
+"""``modelmix reproduce table1 | table2 | table3 | embedding``: every chosen run, begun, resumed or skipped."""
 
 from __future__ import annotations
 

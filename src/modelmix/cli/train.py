@@ -124,7 +124,9 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
         from modelmix.training import Performance
     performance = Performance(**knobs._asdict())
     with plain_warnings():
-        return recipe.trainer(load(recipe.data, data_dir), folder=folder, resume=resume, performance=performance)
+        return recipe.trainer(
+            load(recipe.data, data_dir), folder=folder, resume=resume, performance=performance, data_dir=data_dir
+        )
 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:

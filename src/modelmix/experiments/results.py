@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmix.errors import ModelMixError
-from modelmix.experiments.tables import KINDS, TABLES
+from modelmix.experiments.tables import ALL, KINDS
 from modelmix.files import write_atomically
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
 from modelmix.privacy.comparison import best_epsilon
@@ -113,7 +113,7 @@ class Result:
         result = cls(**found, path=path)
         try:
             Ledger.from_json(json.dumps(result.ledger))
-            known = result.table in TABLES and result.kind in KINDS and 0 <= result.reported <= 100
+            known = result.table in ALL and result.kind in KINDS and 0 <= result.reported <= 100
             if not known or not all(float(result.seconds[name]) >= 0 for name in ("training", "total")):
                 raise ValueError
         except ModelMixError as error:
@@ -134,7 +134,7 @@ def read(folders: Iterable[Path]) -> list[Result]:
     for folder in folders:
         if not folder.is_dir():
             raise ModelMixError(f"{folder} is not a folder of results: give one that modelmix reproduce wrote.")
-        found += [Result.load(path) for table in TABLES for path in sorted(folder.glob(f"{table}/*/*.json"))]
+        found += [Result.load(path) for table in ALL for path in sorted(folder.glob(f"{table}/*/*.json"))]
     return [result for result in found if not result.rehearsal]
 
 

@@ -28,7 +28,7 @@ class Store:
         self.device = performance.find_device()
         self._source = ""
         self._data: DataSet | None = None
-        self._prepared: dict[tuple[str | None, ...], Prepared] = {}
+        self._prepared: dict[tuple[str | int | None, ...], Prepared] = {}
         self._engines: dict[Any, Engine] = {}
 
     def prepared(self, recipe: Recipe, run: Path) -> Prepared:
@@ -39,9 +39,9 @@ class Store:
         if recipe.normalise == "private":
             recipe.plan(len(self._data.train))  # refuses a run that cannot pay, before its moments are released
             return prepare(recipe, self._data, self.device, run)
-        key = recipe.features, recipe.normalise, recipe.prior
+        key = recipe.features, recipe.normalise, recipe.prior, recipe.public, recipe.basis, recipe.groups
         if key not in self._prepared:
-            self._prepared[key] = prepare(recipe, self._data, self.device)
+            self._prepared[key] = prepare(recipe, self._data, self.device, data_dir=self._data_dir)
         return self._prepared[key]
 
     def engine(self, recipe: Recipe, prepared: Prepared) -> Engine:

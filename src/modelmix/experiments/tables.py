@@ -1,4 +1,6 @@
-"""Tables 1, 2 and 3 of the paper as data: what every row prints, and how each kind of run of it is trained.
+"""The paper's results as data: what every row prints, and how each kind of run of it is trained.
+
+Beside Tables 1, 2 and 3 there are the numbers of Section 5.3, which the paper prints in its text.
 
 A row is a file ``recipes/TABLE/ROW.toml``: the printed numbers, and one section for every kind of run. A section holds
 what a recipe holds; ``extends`` names files of ``recipes/base``, of which later ones go over earlier ones and the
@@ -19,6 +21,9 @@ from modelmix.experiments.recipe import Recipe, read_mapping
 
 RECIPES = Path(__file__).parent / "recipes"
 TABLES = ("table1", "table2", "table3")
+ALL = (*TABLES, "embedding")
+"""The paper's tables, and what stands in its text."""
+
 KINDS = {
     "released": "the authors' configuration; its epsilon is claimed, not proved",
     "paper": "Algorithm 1 as printed, with the paper's settings",
@@ -36,7 +41,7 @@ class Table:
     """One table of the paper.
 
     Args:
-        name: "table1", "table2" or "table3".
+        name: one of ``ALL``.
         title: its number and subject.
         network: what is trained.
         absent: kind -> why this table has no run of it.
@@ -105,8 +110,8 @@ class Row:
 
 def table(name: str) -> Table:
     """A table by its name."""
-    if name not in TABLES:
-        raise ModelMixError(f"there is no {name!r}: {_nearest(name, TABLES)}")
+    if name not in ALL:
+        raise ModelMixError(f"there is no {name!r}: {_nearest(name, ALL)}")
     return _table(RECIPES, name)
 
 

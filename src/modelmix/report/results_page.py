@@ -28,7 +28,7 @@ _INTRODUCTION = """# Results
 Test accuracy in per cent beside the numbers printed in the paper. This page is written by `modelmix results`; do not
 edit it. To run what is missing, and to write it again:
 
-    modelmix reproduce table2 --seeds 5 --out docs/results      # and table1, table3; finished runs are skipped
+    modelmix reproduce table2 --seeds 5 --out docs/results   # and table1, table3, embedding; finished runs are skipped
     modelmix results --markdown docs/results.md --figure docs/figures/accuracy.png
 
 A cell is the median over seeds (of an even number the worse of the two in the middle) with a link to the file of that
@@ -55,7 +55,7 @@ def render(summary: Summary, folder: Path, figure: Path | None = None) -> str:
     parts = [_INTRODUCTION.format(below=BELOW, kinds=kinds)]
     if figure is not None:
         parts.append(f"![test accuracy against epsilon]({_link(figure.with_suffix('.svg'), folder)})\n")
-    for name in tables.TABLES:
+    for name in tables.ALL:
         parts += _table(tables.table(name), summary, folder)
     parts += _runs(summary, folder)
     return "\n".join(parts)
@@ -112,7 +112,7 @@ def _runs(summary: Summary, folder: Path) -> Iterator[str]:
         return
     header = ["row", "kind", "accuracy, seed by seed", "epsilon", "steps", "seconds a run", "data", "hardware"]
     rows = []
-    for table in tables.TABLES:
+    for table in tables.ALL:
         for row in tables.rows(table):
             cells = [cell for cell in (summary.cell(row, kind) for kind in row.kinds) if cell is not None]
             rows += [[f"{table} {row.name}", cell.kind, *_details(cell, folder)] for cell in cells]

@@ -89,7 +89,7 @@ def random_labels(count: int, classes: int, seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Basis:
-    """V, block by block: a float64 matrix for every contiguous part of the flat vector. Columns are orthonormal or 0."""
+    """V, block by block: a float64 matrix for each contiguous part of the flat vector; columns are orthonormal or 0."""
 
     parts: tuple[tuple[slice, Tensor], ...]
 
