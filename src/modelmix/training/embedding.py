@@ -140,13 +140,15 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 def columns(gradients: Flat, part: slice) -> Tensor:
     """m x coordinates in float64: a contiguous part of every sample's flat gradient, and nothing else of it."""
-    found, start = [], 0
+    first, start = gradients[0][0], 0
+    out = torch.empty(first.samples, part.stop - part.start, dtype=torch.float64, device=first.device)
     for g, size in gradients:
         low, high = max(part.start - start, 0), min(part.stop - start, size)
         if low < high:
-            found.append(g.dense().reshape(g.samples, size)[:, low:high].double())
+            at = start + low - part.start
+            out[:, at : at + high - low] = g.dense().reshape(g.samples, size)[:, low:high]
         start += size
-    return torch.cat(found, 1)
+    return out
 
 
 @dataclass(frozen=True)
