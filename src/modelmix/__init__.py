@@ -13,14 +13,17 @@ from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
 from modelmix.privacy.calibration import calibrate, max_steps
 from modelmix.privacy.comparison import compare
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 
-_TRAINING = ("Clip", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
+_TRAINING = ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
 
 __all__ = [
     "Clip",
+    "Embedding",
+    "EmbeddingMechanism",
     "Gaussian",
     "Guarantee",
     "Laplace",

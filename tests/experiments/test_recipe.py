@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -101,6 +102,7 @@ def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     assert first == second
     without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "spent", "prior", "features", "normalise"}
     without |= {"mean_clip", "square_clip", "weights", "feature_size", "pixels", "image_size"}
+    without |= {"public", "embedding_clip", "basis", "groups"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
@@ -195,7 +197,7 @@ NONSENSE = {
     "moments without noise": ({"normalise_noise": 0}, "normalise_noise = 0"),
     "unknown, near": ({"epsilom": 3}, "a recipe has no 'epsilom': did you mean epsilon?"),
     "unknown, near two": ({"mixing_with": 3}, "did you mean mixing_width?"),
-    "unknown, far": ({"wombat": 3}, "known are augment, batch, clip"),
+    "unknown, far": ({"wombat": 3}, "known are augment, basis, batch, clip"),
     "text for a number": ({"epsilon": "3"}, "epsilon = '3' is not of the right kind: it must be a number"),
     "number for a text": ({"name": 3}, "it must be a text"),
     "number for a truth": ({"second_start": 1}, "it must be true or false"),
@@ -259,6 +261,14 @@ NONSENSE = {
     "unknown augmentation": ({"augment": "blur"}, "choose one of flip, crop, flip-crop"),
     "copies without change": ({"multiplicity": 2}, "needs augment"),
     "unknown model": ({"model": "resnet"}, "cnn, linear, mlp"),
+    "public images for nothing": ({"public": "x.npz"}, "modelmix does not embed gradients"),
+    "embedding of nothing": ({"mechanism": "embedding-modelmix", "embedding_clip": 1.0}, "needs public and"),
+    "no public images": (
+        {"mechanism": "embedding-modelmix", "embedding_clip": 1.0, "public": "missing.npz"},
+        "there are no public images 'missing.npz'",
+    ),
+    "no basis": ({"mechanism": "embedding-modelmix", "embedding_clip": 1.0, "public": "x", "basis": 0}, "1 or more"),
+    "no groups": ({"mechanism": "embedding-modelmix", "embedding_clip": 1.0, "public": "x", "groups": 0}, "1 or more"),
 }
 
 
@@ -397,9 +407,13 @@ def test_a_given_noise_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_every_mechanism_trains(mechanism):
+def test_every_mechanism_trains(mechanism, tmp_path):
     law, rule, mixes = MECHANISMS[mechanism]
-    recipe = of(epsilon=None, noise_multiplier=1.0, mechanism=mechanism, mixing_width=2.0 if mixes else None)
+    more: dict[str, object] = {"mixing_width": 2.0 if mixes else None}
+    if mechanism.startswith("embedding"):
+        np.savez(tmp_path / "public.npz", x=images(12).train.x.numpy())
+        more |= {"public": str(tmp_path / "public.npz"), "embedding_clip": 2.5}
+    recipe = of(epsilon=None, noise_multiplier=1.0, mechanism=mechanism, **more)
     trainer = recipe.trainer(images(N)).run(6)
     (phase,) = trainer.ledger.phases
     assert (phase.mechanism.law, phase.mechanism.mixed, phase.steps) == (law, mixes, 6)

@@ -402,7 +402,7 @@ def test_every_kind_of_transfer_learning_can_be_rehearsed(run, imagined, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table4"], "'table4' cannot be reproduced: choose one of fig2, fig3, table1, table2, table3, transfer"),
+        (["table4"], "'table4' cannot be reproduced: choose one of fig2, fig3, table1, table2, table3, transfer, emb"),
         (["table1", "--row", "on"], "table1 has no row 'on': did you mean one?"),
         (["table1", "--kind", "pln"], "there is no kind 'pln': did you mean plain?"),
         (["table1", "--seeds", 0], "--seeds = 0"),

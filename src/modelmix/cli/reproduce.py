@@ -61,6 +61,7 @@ def reproduce(
     modelmix reproduce fig2
     modelmix reproduce fig3
     modelmix reproduce table2 --row cifar10-eps8 --kind paper --kind plain --seeds 3 --data-dir data
+    modelmix reproduce embedding --kind paper --data-dir data
     modelmix reproduce table1 --steps 2                      (a rehearsal)
     modelmix reproduce table2 --row cifar10-eps8 --kind paper --print-recipe > paper.toml
     """

@@ -34,7 +34,7 @@ def results(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show Tables 1, 2 and 3 and the transfer learning of Section 5.3 with our runs beside the printed numbers.
+    """Show Tables 1, 2 and 3, and Section 5.3, with our runs beside the printed numbers.
 
     A cell is the median over seeds (lowest-highest, number of runs); green reaches the printed number, an arrow does
     not, a dash has not been run.

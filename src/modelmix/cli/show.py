@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Phase
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.report.words import assumptions, up
@@ -52,6 +53,8 @@ def describe(mechanism: Mechanism) -> str:
         parts.append(f"p = {mechanism.p}")
     if mechanism.dimension is not None:
         parts.append(f"d = {mechanism.dimension}")
+    if isinstance(mechanism, EmbeddingMechanism):
+        parts.append(f"embedded, c0/c1 = {mechanism.clip_ratio:.7g}")
     return ", ".join(parts)
 
 

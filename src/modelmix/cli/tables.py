@@ -1,4 +1,4 @@
-"""``modelmix reproduce table1 | table2 | table3 | transfer``: every chosen run, begun, resumed or skipped."""
+"""``modelmix reproduce`` a table, transfer or embedding: every chosen run, begun, resumed or skipped."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
     performance = Performance(**knobs._asdict())
     with plain_warnings():
         data = load(recipe.data, data_dir, recipe.image_size)
-        return recipe.trainer(data, folder=folder, resume=resume, performance=performance)
+        return recipe.trainer(data, folder=folder, resume=resume, performance=performance, data_dir=data_dir)
 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:

@@ -161,7 +161,7 @@ def _assembled(
     """Checks the arrays and makes tensors of them, which share the memory of ``owned`` ones where the layout fits."""
     if missing := [key for key in _KEYS if key not in arrays]:
         raise ModelMixError(f"{name} has no {missing[0]}: it must hold {', '.join(_KEYS)}. Add what is missing.")
-    x_train, x_test = (_samples(f"{name}: {key}", np.asarray(arrays[key]), owned) for key in ("x_train", "x_test"))
+    x_train, x_test = (as_samples(f"{name}: {key}", np.asarray(arrays[key]), owned) for key in ("x_train", "x_test"))
     if x_train.dtype != x_test.dtype or x_train.shape[1:] != x_test.shape[1:]:
         raise ModelMixError(
             f"{name}: x_train and x_test do not match: one sample is {_told(x_train[0])} in x_train and "
@@ -208,7 +208,7 @@ def _npz(path: Path) -> dict[str, Array]:
         ) from error
 
 
-def _samples(name: str, x: Array, owned: bool) -> Array:
+def as_samples(name: str, x: Array, owned: bool) -> Array:
     """Images as uint8 N x C x H x W, features as float32 N x D, contiguous and writable."""
     laid_out = np.ascontiguousarray if owned else partial(np.array, order="C")
     if x.size == 0:

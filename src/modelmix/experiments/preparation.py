@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from modelmix.data import DataSet, Split
+from modelmix.data.public import public_images
 from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
 from modelmix.features import (
@@ -22,6 +23,7 @@ from modelmix.features import (
 )
 from modelmix.privacy.ledger import Ledger, Phase
 from modelmix.privacy.mechanism import Mechanism
+from modelmix.training.embedding import Embedding, random_labels
 from modelmix.training.randomness import Randomness
 from modelmix.training.sampling import Source, as_source
 
@@ -41,12 +43,14 @@ class Prepared:
         device: where they are wanted.
         spent: what statistics of the training samples cost; empty if there are none.
         about: what a resumed run needs to prepare the same data without spending again.
+        embedding: public images in whose directions gradients are embedded, if they are.
     """
 
     data: DataSet
     device: torch.device
     spent: Ledger = field(default_factory=Ledger)
     about: Mapping[str, Any] = field(default_factory=dict)
+    embedding: Embedding | None = None
 
     @cached_property
     def train(self) -> Source:
@@ -57,12 +61,23 @@ class Prepared:
         return as_source(self.data.test).to(self.device)
 
 
-def prepare(recipe: Recipe, data: DataSet, device: torch.device, run: str | Path | None = None) -> Prepared:
-    """The features that a recipe asks for, computed once and cached.
+def prepare(
+    recipe: Recipe,
+    data: DataSet,
+    device: torch.device,
+    run: str | Path | None = None,
+    data_dir: str | Path | None = None,
+) -> Prepared:
+    """The features that a recipe asks for, computed once and cached, and the public images.
 
     Args:
         run: the folder of a run that goes on: its released moments are used again.
+        data_dir: where public images are looked for by name.
     """
+    if recipe.public is not None:
+        images = public_images(recipe.public, data.shape, data_dir)
+        labels = random_labels(len(images), len(data.classes))
+        return Prepared(data, device, embedding=Embedding((images, labels), recipe.basis or 1000, recipe.groups or 3))
     if recipe.features is None:
         return Prepared(data, device)
     transform = sources.transform(recipe, device)

@@ -17,6 +17,7 @@ from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.calibration import smallest_safe
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import positive, probability, rate, whole
@@ -37,7 +38,12 @@ MECHANISMS: Mapping[str, tuple[str, str, bool]] = {
     "plain": ("gaussian", "plain", False),
     "average": ("gaussian", "average", False),
     "released": ("gaussian", "released", True),
+    "embedding": ("gaussian", "plain", False),
+    "embedding-modelmix": ("gaussian", "mix", True),
+    "embedding-average": ("gaussian", "average", False),
+    "embedding-released": ("gaussian", "released", True),
 }
+_EMBEDDING = "embedding"  # what the names of mechanisms that embed gradients begin with
 
 _MIXING = ("mixing_width", "tau_over_eta", "tau")
 _POSITIVE = {
@@ -46,6 +52,7 @@ _POSITIVE = {
     "batch": "the expected batch",
     "sample_rate": "the sampling rate",
     "clip": "the clip",
+    "embedding_clip": "the clip of embeddings",
     "normalise_noise": "the noise multiplier of released moments",
     "mean_clip": "the clip of channel means",
     "square_clip": "the clip of channel second moments",
@@ -57,6 +64,8 @@ _COUNTS = {
     "evaluate_every": "the number of steps between evaluations",
     "image_size": "the side of an image of the data",
     "feature_size": "the side of an image for the network of features",
+    "basis": "the number of basis vectors",
+    "groups": "the number of groups of parameters",
 }
 
 Changing = float | Mapping[str, Any]
@@ -77,6 +86,9 @@ class Recipe:
 
     prior is a file of ``modelmix prior``: the network starts from its weights, or, with features = "prior", is trained
     on what it sees.
+
+    public is a file of images in whose directions gradients are embedded, by a mechanism that does: embeddings are then
+    clipped to embedding_clip and residuals to clip, with basis vectors (1000) in groups (3) of the parameters.
 
     features trains on what something sees in the images instead of the images: "scatter", "prior" (or the file of a
     prior itself), a pretrained network by name, an .onnx file, or package.module:function, which takes images, or, with
@@ -111,6 +123,10 @@ class Recipe:
     batch: float | None = None
     sample_rate: float | None = None
     clip: float = 1.0
+    public: str | None = None
+    embedding_clip: float | None = None
+    basis: int | None = None
+    groups: int | None = None
     lr: Changing = 1.0
     mixing_width: Changing | None = None
     tau_over_eta: Changing | None = None
@@ -138,6 +154,7 @@ class Recipe:
         elif any(getattr(self, name) is not None for name in _MIXING):
             raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
         sources.check(self)
+        self._check_embedding()
         probability("delta", self.delta, "the failure probability")
         for name, meaning in _POSITIVE.items():
             if getattr(self, name) is not None:
@@ -151,6 +168,19 @@ class Recipe:
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise ModelMixError(f"a recipe for {self.mechanism} needs one of {', '.join(names)}: it has {found}.")
+
+    def _check_embedding(self) -> None:
+        needed, allowed = ("public", "embedding_clip"), ("public", "embedding_clip", "basis", "groups")
+        if self.embeds and any(getattr(self, name) is None for name in needed):
+            raise ModelMixError(f"a recipe for {self.mechanism} needs {' and '.join(needed)}.")
+        if not self.embeds and any(getattr(self, name) is not None for name in allowed):
+            raise ModelMixError(f"{self.mechanism} does not embed gradients: leave out {', '.join(allowed)}.")
+        if self.embeds and self.features is not None:
+            raise ModelMixError("gradients are embedded for networks on images: leave out features.")
+
+    @property
+    def embeds(self) -> bool:
+        return self.mechanism.startswith(_EMBEDDING)
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Recipe:
@@ -229,9 +259,14 @@ class Recipe:
         q, price = self.rate_for(n), self.price()
         widths = self._widths(q * n) if mixes else [(self.steps, 0.0)]
 
+        def mechanism(z: float, width: float) -> Mechanism:
+            if self.embedding_clip is None:
+                return Mechanism(z, q, width, self.p, law)
+            return EmbeddingMechanism(z, q, width, self.p, law, clip_ratio=self.embedding_clip / self.clip)
+
         def phases(z: float, ledger: Ledger) -> Ledger:
             for steps, width in widths:
-                ledger = ledger.add(Mechanism(z, q, width, self.p, law), steps)
+                ledger = ledger.add(mechanism(z, width), steps)
             return ledger
 
         def everything(z: float) -> float:
@@ -306,12 +341,14 @@ class Recipe:
         performance: Performance | None = None,
         tested: bool = True,
         engine: Engine | None = None,
+        data_dir: str | Path | None = None,
     ) -> Trainer:
         """The trainer of this recipe on a data set, or on what ``prepare`` made of one for it.
 
         Args:
             tested: False keeps the test set away from the training; ``Trainer.evaluate`` can be given it afterwards.
             engine: see ``Trainer``.
+            data_dir: where public images are looked for by name.
         """
         import torch
         from torch import nn
@@ -329,7 +366,7 @@ class Recipe:
         else:
             plan = self.plan(len(data.train))  # before anything is spent
             device = (performance or Performance()).find_device()
-            prepared = prepare(self, data, device, folder if resume else None)
+            prepared = prepare(self, data, device, folder if resume else None, data_dir)
         data = prepared.data
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
@@ -360,6 +397,7 @@ class Recipe:
             previous=other,
             augment=None if self.augment is None else AUGMENTATIONS[self.augment],
             multiplicity=self.multiplicity,
+            embedding=prepared.embedding,
             test_set=prepared.test if tested else None,
             delta=self.delta,
             seed=self.seed,

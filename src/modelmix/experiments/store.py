@@ -15,7 +15,10 @@ from modelmix.training import Performance
 from modelmix.training.engines import Engine
 
 # What of a recipe decides what its images become.
-_PREPARATION = ("features", "normalise", "prior", "weights", "feature_size", "pixels", "unit_length")
+_PREPARATION = (
+    *("features", "normalise", "prior", "weights", "feature_size", "pixels", "unit_length"),
+    *("public", "basis", "groups"),
+)
 
 
 class Store:
@@ -45,7 +48,7 @@ class Store:
             return prepare(recipe, self._data, self.device, run)
         key = tuple(getattr(recipe, name) for name in _PREPARATION)
         if key not in self._prepared:
-            self._prepared[key] = prepare(recipe, self._data, self.device)
+            self._prepared[key] = prepare(recipe, self._data, self.device, data_dir=self._data_dir)
         return self._prepared[key]
 
     def engine(self, recipe: Recipe, prepared: Prepared) -> Engine:

@@ -1,4 +1,6 @@
-"""Tables 1, 2 and 3 of the paper and its transfer learning as data: what a row prints, how each kind of run is trained.
+"""The paper's results as data: what every row prints, and how each kind of run of it is trained.
+
+Beside Tables 1, 2 and 3 there are the numbers of Section 5.3, which the paper prints in its text.
 
 A row is a file ``recipes/TABLE/ROW.toml``: the printed numbers, and one section for every kind of run. A section holds
 what a recipe holds; ``extends`` names files of ``recipes/base``, of which later ones go over earlier ones and the
@@ -18,7 +20,9 @@ from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import Recipe, read_mapping
 
 RECIPES = Path(__file__).parent / "recipes"
-TABLES = ("table1", "table2", "table3", "transfer")
+TABLES = ("table1", "table2", "table3", "transfer", "embedding")
+"""The paper's tables, and what stands in the text of its Section 5.3."""
+
 KINDS = {
     "released": "the authors' configuration; its epsilon is claimed, not proved",
     "paper": "Algorithm 1 as printed, with the paper's settings",

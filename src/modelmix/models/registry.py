@@ -49,6 +49,7 @@ _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "mlp": lambda shape, classes: mlp(math.prod(shape), classes),
     "resnet20": _residual("resnet20", ResNet20),
     "resnet20-released": _residual("resnet20-released", partial(ResNet20, tanh_stem=True)),
+    "resnet20-embedding": _residual("resnet20-embedding", partial(ResNet20, four_groups=True)),
     "wrn-16-4": _residual("wrn-16-4", WideResNet16),
     "scatter-cnn": _scatter_cnn,
 }

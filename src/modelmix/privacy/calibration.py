@@ -9,6 +9,7 @@ from typing import Any
 
 from modelmix.errors import ModelMixError
 from modelmix.privacy.accountant import epsilon as renyi_epsilon
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.laws import Law
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.renyi import Conversion
@@ -68,13 +69,15 @@ def calibrate(
     p: int | None = 1,
     law: str | Callable[[float], Law] = "gaussian",
     dimension: int | None = None,
+    clip_ratio: float | None = None,
     conversion: Conversion = "improved",
     tolerance: float = 1e-6,
 ) -> Mechanism:
     """A mechanism whose epsilon after ``steps`` steps is at most the target, with one number solved for.
 
     Exactly one of noise_multiplier, mixing_width, sample_rate, p must be None. ``max_steps`` solves for the steps.
-    The answer is the least noise (or the largest sampling rate), rounded to the safe side within ``tolerance``.
+    The answer is the least noise (or the largest sampling rate), rounded to the safe side within ``tolerance``. With a
+    clip_ratio it is an ``EmbeddingMechanism``.
     """
     given: dict[str, Any] = {
         "noise_multiplier": noise_multiplier,
@@ -94,6 +97,8 @@ def calibrate(
     unknown = missing[0]
     probe = {"noise_multiplier": 1.0, "mixing_width": 0.0, "sample_rate": 1.0, "p": 1}
     known = Mechanism(**{**given, unknown: probe[unknown]}, law=law, dimension=dimension)
+    if clip_ratio is not None:
+        known = EmbeddingMechanism(**known.as_dict(), clip_ratio=clip_ratio)  # type: ignore[arg-type]
 
     def with_unknown(x: float) -> Mechanism:
         change: dict[str, Any] = {unknown: x}

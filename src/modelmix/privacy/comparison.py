@@ -52,12 +52,12 @@ def pld_epsilon(ledger: Ledger, delta: float) -> float:
         return math.inf
     ledger.require_proof()
     for phase in ledger.phases:
-        if phase.mechanism.mixed or phase.mechanism.law != "gaussian":
+        if phase.mechanism.mixed or phase.mechanism.law != "gaussian" or type(phase.mechanism) is not Mechanism:
             raise UnprovedError(
                 "the pair of datasets accounted for is the worst one",
                 "a privacy-loss distribution is known to be sound for plain Gaussian DP-SGD only; for a mixed "
                 "mechanism, spreading the gradient over coordinates can raise delta.",
-                "Use the Renyi accountant (epsilon), which covers mixing.",
+                "Use the Renyi accountant (epsilon), which covers mixing, or best_epsilon, which looks at both.",
             )
     if not ledger.phases:
         return 0.0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.files import write_atomically
+from modelmix.privacy.embedding import mechanism_from_dict
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import whole
 
@@ -131,7 +132,7 @@ class Ledger:
         for entry in data["phases"]:
             if not isinstance(entry, dict) or "steps" not in entry:
                 raise ModelMixError('every phase of a ledger is an object with "steps" and a mechanism.')
-            mechanism = Mechanism.from_dict({key: value for key, value in entry.items() if key != "steps"})
+            mechanism = mechanism_from_dict({key: value for key, value in entry.items() if key != "steps"})
             ledger = ledger.add(mechanism, entry["steps"])
         return ledger
 

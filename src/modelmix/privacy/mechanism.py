@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from modelmix.errors import ModelMixError
@@ -17,6 +17,9 @@ from modelmix.privacy.validation import LARGEST, at_least_zero, positive, rate, 
 LAWS: Mapping[str, Callable[[float], Law]] = {"gaussian": Gaussian, "laplace": Laplace}
 
 _FIELDS = ("law", "noise_multiplier", "mixing_width", "p", "sample_rate", "dimension")
+
+Bound = tuple[tuple[Law, float, int], ...]
+"""(law, shift, count) of independent parts: log A_k is at most the sum of count * log A_k(law, shift)."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +109,34 @@ class Mechanism:
         (_, full), *rest = self.worst_gradient
         return math.sqrt(full / self.p + sum(count * size**2 for size, count in rest))
 
+    @cached_property
+    def moment_bounds(self) -> tuple[Bound, ...]:
+        """Upper bounds on the moments of one step, all of them true: at every order the smallest counts."""
+        return (tuple((self.coordinate_law, size, count) for size, count in self.worst_gradient),)
+
+    @property
+    def equal_variance_multiplier(self) -> float:
+        """z of plain DP-SGD that adds the same total variance to the same clipped gradients."""
+        return self.total_std / self.l2_sensitivity
+
     def as_dict(self) -> dict[str, object]:
         """The fields as plain data, for a ledger."""
         if not isinstance(self.law, str):
             raise ModelMixError("a law of your own cannot be written to a ledger: only named laws can be re-checked.")
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {name: getattr(self, name) for name in self._names()}
+
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        """In a ledger's order; what a kind of mechanism adds comes last."""
+        return (*_FIELDS, *(field.name for field in fields(cls) if field.name not in _FIELDS))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Mechanism:
         """The inverse of ``as_dict``; refuses missing and unknown fields."""
-        if set(data) != set(_FIELDS):
-            odd = sorted(set(data) ^ set(_FIELDS))
-            raise ModelMixError(f"a ledger phase has the fields {', '.join(_FIELDS)}; look at {', '.join(odd)}.")
+        names = cls._names()
+        if set(data) != set(names):
+            odd = sorted(set(data) ^ set(names))
+            raise ModelMixError(f"a ledger phase has the fields {', '.join(names)}; look at {', '.join(odd)}.")
         if not isinstance(data["law"], str):
             raise ModelMixError(f"law = {data['law']!r} is unknown: choose one of {', '.join(sorted(LAWS))}.")
         return cls(**data)  # type: ignore[arg-type]
@@ -129,7 +148,7 @@ def equal_variance_gaussian(mechanism: Mechanism) -> Mechanism:
     z_eq = (standard deviation of the mixed law) / (largest l2 norm of a clipped gradient). The honest yardstick of
     mixing: in the small-shift limit no law of this variance beats it (Cramer-Rao).
     """
-    return Mechanism(mechanism.total_std / mechanism.l2_sensitivity, mechanism.sample_rate)
+    return Mechanism(mechanism.equal_variance_multiplier, mechanism.sample_rate)
 
 
 def mixing_width(clip: float, tau: float, eta: float, expected_batch: float) -> float:

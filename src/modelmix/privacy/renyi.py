@@ -61,9 +61,13 @@ def _step_curve(mechanism: Mechanism, level: int) -> Array:
     require_facts(mechanism)
     orders = orders_at(level)
     with np.errstate(over="ignore"):
-        log_a = np.zeros_like(orders)
-        for shift, count in mechanism.worst_gradient:
-            log_a += count * log_moments(mechanism.coordinate_law, shift, orders)
+        log_a = np.full_like(orders, np.inf)
+        for parts in mechanism.moment_bounds:
+            bound = np.zeros_like(orders)
+            for law, shift, count in parts:
+                bound += count * log_moments(law, shift, orders)
+            bound[~np.isfinite(bound)] = np.inf
+            log_a = np.minimum(log_a, bound)
     return sampled_curve(log_a, mechanism.sample_rate, level)
 
 

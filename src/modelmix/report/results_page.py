@@ -31,7 +31,7 @@ _INTRODUCTION = """# Results
 Test accuracy in per cent beside the numbers printed in the paper. This page is written by `modelmix results`; do not
 edit it. To run what is missing, and to write it again:
 
-    modelmix reproduce table2 --seeds 5 --out docs/results   # and table1, table3, transfer; finished runs are skipped
+    modelmix reproduce table2 --seeds 5 --out docs/results   # and table1, table3, transfer, embedding
     modelmix results --markdown docs/results.md --figure docs/figures/accuracy.png
 
 A cell is the median over seeds (of an even number the worse of the two in the middle) with a link to the file of that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from decimal import ROUND_CEILING, Decimal
 
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism
 
@@ -97,8 +98,9 @@ def number(value: object) -> float | None:
 
 def mechanism_cells(mechanism: Mechanism) -> list[str]:
     """The numbers of a mechanism: law, z, omega, p, q, d."""
+    embedded = f", embedded {mechanism.clip_ratio:.7g}" if isinstance(mechanism, EmbeddingMechanism) else ""
     return [
-        str(mechanism.law),
+        f"{mechanism.law}{embedded}",
         f"{mechanism.noise_multiplier:.7g}",
         f"{mechanism.mixing_width:.7g}" if mechanism.mixed else "-",
         str(mechanism.p) if mechanism.p > 1 else "-",

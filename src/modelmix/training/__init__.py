@@ -5,6 +5,7 @@ last two states -> new state; the ledger line comes before the state.
 """
 
 from modelmix.training.clipping import Clip
+from modelmix.training.embedding import Embedding, random_labels
 from modelmix.training.engines import clipped_sum
 from modelmix.training.performance import Performance
 from modelmix.training.private import PrivateLoader, PrivateOptimizer, make_private
@@ -14,6 +15,7 @@ from modelmix.training.trainer import Trainer
 
 __all__ = [
     "Clip",
+    "Embedding",
     "Performance",
     "PrivateLoader",
     "PrivateOptimizer",
@@ -22,4 +24,5 @@ __all__ = [
     "Trainer",
     "clipped_sum",
     "make_private",
+    "random_labels",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.mechanism import Mechanism
 
 ALONE = "a sample's gradient depends on that sample and the released state alone"
@@ -32,10 +33,22 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_mechanism(mechanism: Mechanism, coordinates: int) -> None:
-    """Refuses an account that counts on fewer coordinates than are trained, or on a law that cannot be re-checked."""
+def check_mechanism(mechanism: Mechanism, coordinates: int, embedded: bool = False) -> None:
+    """Refuses an account that counts on fewer coordinates than are trained, or on a law that cannot be re-checked.
+
+    Args:
+        embedded: whether steps embed gradients, which their account must know.
+    """
     if not isinstance(mechanism, Mechanism):
         raise ModelMixError(f"{mechanism!r} is not a Mechanism: make one with mm.Mechanism or mm.calibrate.")
+    if embedded != isinstance(mechanism, EmbeddingMechanism):
+        raise UnprovedError(
+            "a step runs the mechanism that its ledger line names",
+            "an embedded step releases two sums, and its mechanism counts on one."
+            if embedded
+            else "the mechanism counts on embedded gradients, and a step would not embed them.",
+            "EmbeddingMechanism goes with Trainer(..., embedding=...), and every other mechanism without.",
+        )
     mechanism.as_dict()  # only named laws can be written to a ledger
     if mechanism.dimension is not None and mechanism.dimension < min(coordinates, mechanism.p):
         raise UnprovedError(

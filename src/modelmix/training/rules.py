@@ -29,6 +29,11 @@ _RELEASED_BREAKS = (
     "gradients are not truncated coordinate by coordinate",
     "a step makes fifteen draws at a fifteenth of the rate",
 )
+_EMBEDDED_BREAKS = (
+    "momentum carries unmixed noisy gradients across steps",
+    "residuals are not truncated, nor whole contributions bounded, coordinate by coordinate",
+    "how the two sums of a step were accounted for is not published",
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Rule:
         weight_decay: lambda; eta * lambda * w_{k-1} is taken off.
         ema: decay of the average of released states; None for no average.
         unmixed: for "released" only: 1 for the coordinates its code leaves unmixed.
+        embedded: whether gradients are embedded; "released" then breaks other rules.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Rule:
     weight_decay: float = 0.0
     ema: float | None = None
     unmixed: Tensor | None = None
+    embedded: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in RULES:
@@ -77,7 +84,9 @@ class Rule:
     @property
     def unproved(self) -> tuple[str, ...]:
         """The rules of the proof it breaks, in words."""
-        return _RELEASED_BREAKS if self.name == "released" else ()
+        if self.name != "released":
+            return ()
+        return _EMBEDDED_BREAKS if self.embedded else _RELEASED_BREAKS
 
     def check(self, mechanism: Mechanism) -> None:
         """Refuses a mechanism whose account counts on a mixing that does not happen."""

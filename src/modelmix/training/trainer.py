@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism, mixing_width
 from modelmix.privacy.validation import probability, whole
@@ -25,7 +27,9 @@ from modelmix.report.words import up
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
+from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, Flat, find_basis
 from modelmix.training.evaluation import evaluate, is_classification
+from modelmix.training.gradients import Gradients
 from modelmix.training.guard import Watch, check_mechanism, check_model
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
@@ -55,7 +59,8 @@ class Trainer:
         train_set: (inputs, targets) as tensors or arrays, or a map-style ``Dataset``.
         mechanism: noise, mixing width, truncation and sampling rate of every step; or a ``Ledger`` whose phases are run
             in order.
-        clip: c, the bound on the norm of a sample's gradient (l2; l1 for Laplace noise).
+        clip: c, the bound on the norm of a sample's gradient (l2; l1 for Laplace noise). With an embedding c1, the
+            bound of residuals; embeddings are clipped to the mechanism's clip_ratio times that.
         lr: eta, a number or a ``Schedule``. The mixing threshold follows it: tau = omega * c * eta / (q*n).
         spent: what was released about the same samples before, private statistics for instance: a ledger whose phases
             come first in this run's. The caller answers for it being all there is.
@@ -65,6 +70,8 @@ class Trainer:
         previous: the second initial state w_{-1}, as a model or a state dict; None takes w_{-1} = w_0.
         augment: ``augment(inputs, generator)`` applied to every sample ``multiplicity`` times; gradients are averaged
             over the copies of a sample before clipping.
+        embedding: public samples in whose directions gradients are embedded (Section 5.3), for an
+            ``EmbeddingMechanism``.
         nonfinite: what to do when a sample's gradient is not finite: "stop" before the step, or "drop" (it counts as
             zero, which the proof covers).
         test_set: held-out samples for reporting.
@@ -95,6 +102,7 @@ class Trainer:
         previous: nn.Module | Mapping[str, Tensor] | None = None,
         augment: Augment | None = None,
         multiplicity: int = 1,
+        embedding: Embedding | None = None,
         nonfinite: str = "stop",
         test_set: Any = None,
         delta: float = 1e-5,
@@ -126,12 +134,12 @@ class Trainer:
         if nonfinite not in ("stop", "drop"):
             raise ModelMixError(f"nonfinite = {nonfinite!r} is unknown: choose stop or drop.")
         self._augment, self._nonfinite = augment, nonfinite
+        self._embedding = embedding
         for one in self._plan_mechanisms():
-            check_mechanism(one, self._flat.size)
+            check_mechanism(one, self._flat.size, embedded=embedding is not None)
         rule = rule or ("mix" if self._tau is not None or any(m.mixed for m in self._plan_mechanisms()) else "plain")
-        self._rule = Rule(
-            rule, padding, momentum, weight_decay, ema, self._norm_layers() if rule == "released" else None
-        )
+        unmixed = self._norm_layers() if rule == "released" and embedding is None else None
+        self._rule = Rule(rule, padding, momentum, weight_decay, ema, unmixed, embedded=embedding is not None)
         first = self.mechanism_at(1)
         self._rule.check(first)
         self._classes = self._count_classes()
@@ -287,7 +295,7 @@ class Trainer:
         step = self.step
         for ahead, draws in zip(range(1, steps + 1), self._randomness.coming_steps(), strict=False):
             q = self.mechanism_at(step + ahead).sample_rate
-            if self._rule.name == "released":
+            if self._rule.name == "released" and self._embedding is None:
                 parts = [draws.poisson_indices(f"sampling {i}", self._source.n, q / _PARTS) for i in range(_PARTS)]
                 yield torch.cat(parts)
             else:
@@ -297,7 +305,7 @@ class Trainer:
         step = self.step + 1
         mechanism, eta, draws = self.mechanism_at(step), self._lr.at(step), self._randomness.step()
         diagnostics = copy.deepcopy(self._diagnostics)
-        total = self._clipped_sum(chunks, self._clip_of(mechanism), draws, diagnostics)
+        total = self._clipped_sum(chunks, mechanism, draws, diagnostics)
         self._account(step, mechanism)
         state = take_step(
             self._state,
@@ -313,9 +321,11 @@ class Trainer:
         self._state, self._diagnostics = state, diagnostics
 
     def _clipped_sum(
-        self, chunks: Iterator[Chunk], clip: Clip, draws: StepRandomness, diagnostics: Diagnostics
+        self, chunks: Iterator[Chunk], mechanism: Mechanism, draws: StepRandomness, diagnostics: Diagnostics
     ) -> Tensor:
+        """The sum of clipped gradients; with an embedding, of residuals and of embeddings with the noise of those."""
         parameters = self._flat.views(self._rule.gradient_point(self._state))
+        clip = self._clip_of(mechanism)
         total = torch.zeros_like(self._state.last)
         generator = draws.generator("augment", self._device)
         parts: list[ClippedSum] = []
@@ -323,6 +333,8 @@ class Trainer:
         with torch.random.fork_rng(devices=devices):
             # Dropout and the like draw from torch's own generator; seeded here, they repeat when a run is resumed.
             torch.manual_seed(draws.generator("model").initial_seed())
+            basis = None if self._embedding is None else self._find_basis(self._embedding, parameters, draws)
+            embedded = 0 if basis is None else torch.zeros(basis.size, dtype=torch.float64, device=self._device)
             for chunk in chunks:
                 inputs, targets, weights = tree_map(
                     lambda t: t.to(self._device, non_blocking=True), (chunk.inputs, chunk.targets, chunk.weights)
@@ -332,7 +344,14 @@ class Trainer:
                 if self._augment is not None:
                     inputs, targets = tree_map(lambda t: t.repeat_interleave(self._multiplicity, 0), (inputs, targets))
                     inputs = self._augment(inputs, generator)
-                parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
+                if isinstance(clip, Clip):
+                    parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
+                else:
+                    assert basis is not None
+                    gradients = self._sized(self._engine.gradients(parameters, inputs, targets, self._multiplicity))
+                    more, part = clip.sum(gradients, basis, weights)
+                    embedded += more
+                    parts.append(part)
                 total += parts[-1].total
         self._watch.check()
         # All the work is handed over before its outcome is looked at: an accelerator never waits for us, and what
@@ -349,11 +368,29 @@ class Trainer:
             )
         diagnostics.add(met)
         diagnostics.add_draw(met.norms.numel())
-        return total
+        if basis is None or not isinstance(clip, EmbeddingClip):
+            return total
+        noise = draws.gaussian("embedding noise", basis.size).to(self._device)
+        return total + basis.reconstruct(embedded + mechanism.noise_multiplier * clip.c0 * noise)
 
-    def _clip_of(self, mechanism: Mechanism) -> Clip:
+    def _clip_of(self, mechanism: Mechanism) -> Clip | EmbeddingClip:
+        if isinstance(mechanism, EmbeddingMechanism):
+            found = EmbeddingClip.of(mechanism, self._clip)
+            return replace(found, p=1, c=math.inf) if self._rule.name == "released" else found
         clip = Clip.of(mechanism, self._clip)
         return replace(clip, p=1) if self._rule.name == "released" else clip
+
+    def _find_basis(self, embedding: Embedding, parameters: dict[str, Tensor], draws: StepRandomness) -> Basis:
+        """The basis of a step, from public samples and a released state alone."""
+        public = (
+            self._sized(self._engine.gradients(parameters, *chunk))
+            for chunk in embedding.chunks(self._chunk_size(), self._device)
+        )
+        layout = embedding.layout(self._flat.size)
+        return find_basis(layout, public, draws.generator("basis", self._device))
+
+    def _sized(self, gradients: Sequence[Gradients]) -> Flat:
+        return list(zip(gradients, self._flat.sizes, strict=True))
 
     def _account(self, step: int, mechanism: Mechanism) -> None:
         """The ledger line of a step, before its state exists."""
@@ -412,6 +449,9 @@ class Trainer:
             self._check_targets(self._source.targets)
         if isinstance(self._test, TensorSource):
             self._check_targets(self._test.targets, "test")
+        if self._embedding is not None:
+            self._check_targets(self._embedding.source.targets, "public")
+            self._embedding.layout(self._flat.size)
 
     def _check_targets(self, targets: Any, split: str = "training") -> None:
         """Labels that the model has no output for: an index error at best, on a GPU a dead process."""
@@ -475,6 +515,7 @@ class Trainer:
             "loss": getattr(self._loss, "__name__", type(self._loss).__name__),
             "delta": self._delta,
             "mechanism": plan,
+            **({} if self._embedding is None else {"embedding": self._embedding.as_dict()}),
             **({"spent": [phase.as_dict() for phase in self._spent.phases]} if self._spent.phases else {}),
             "samples": self._source.n,
             "parameters": self._flat.shapes,

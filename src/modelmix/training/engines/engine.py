@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map
 from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.engines.choice import choose, exact, quiet
-from modelmix.training.engines.chunk import Loss, check_rows, known, rows, sum_of_chunk
+from modelmix.training.engines.chunk import Loss, check_rows, gradients_of_chunk, known, rows, sum_of_chunk
 from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, require_equal, same_tensors
 from modelmix.training.engines.layers import rule_for, wide
+from modelmix.training.gradients import Gradients
 from modelmix.training.parameters import FlatParameters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -90,12 +91,8 @@ class Engine:
     ) -> ClippedSum:
         """The clipped sum of one chunk at the given parameters; see ``sum_of_chunk``."""
         check_rows((inputs, targets), weights, copies)
-        loss, given = self._loss, (parameters, inputs)
-        if self._dtype is not None:
-            for mine, theirs in zip(self._model.modules(), self._original.modules(), strict=True):
-                mine.training = theirs.training
-            parameters, inputs = self._at_precision(parameters), tree_map(self._cast, inputs)
-            loss = _in_full(loss)
+        given = parameters, inputs
+        loss, parameters, inputs = self._ready(parameters, inputs)
 
         def reference(rows: slice, weights: Tensor) -> ClippedSum:
             x, y = tree_map(lambda t: t[rows], (given[1], targets))
@@ -117,6 +114,19 @@ class Engine:
                 self._compile = False
                 warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=2)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
+
+    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> list[Gradients]:
+        """The gradients of the samples of one chunk, for who bounds them in a way of his own; never compiled."""
+        loss, parameters, inputs = self._ready(parameters, inputs)
+        return gradients_of_chunk(self.name, self._model, loss, parameters, inputs, targets, copies)
+
+    def _ready(self, parameters: dict[str, Tensor], inputs: Any) -> tuple[Loss, dict[str, Tensor], Any]:
+        """Loss, parameters and inputs in the precision of the run."""
+        if self._dtype is None:
+            return self._loss, parameters, inputs
+        for mine, theirs in zip(self._model.modules(), self._original.modules(), strict=True):
+            mine.training = theirs.training
+        return _in_full(self._loss), self._at_precision(parameters), tree_map(self._cast, inputs)
 
     def _check_kernels(self, probe: tuple[Any, Any]) -> None:
         """The last check on an accelerator, at the precision of the run, where layers are ours, against torch's own.

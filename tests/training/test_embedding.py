@@ -1,0 +1,347 @@
+"""Gradient embedding: the basis, the bounds of what is summed, and whole training steps."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import modelmix as mm
+from modelmix.training import Trainer, make_private, random_labels
+from modelmix.training import embedding as module
+from modelmix.training.clipping import MARGIN
+from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
+from modelmix.training.gradients import Dense, Outer
+
+SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
+D = sum(math.prod(shape) for shape in SIZES)
+
+
+def flat(rows, shapes=SIZES):
+    """Per-sample gradients given as one matrix, in the form that engines give them."""
+    pieces = torch.split(rows, [math.prod(shape) for shape in shapes], 1)
+    return [(Dense(g.reshape(-1, *shape)), math.prod(shape)) for g, shape in zip(pieces, shapes, strict=True)]
+
+
+def random_basis(seed=0, ks=(3, 2, 4), stretch=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    layout = Embedding((torch.zeros(9, 1), torch.zeros(9)), 9, len(ks)).layout(D)
+    parts = []
+    for (part, _), k in zip(layout, ks, strict=True):
+        q = torch.linalg.qr(torch.randn(part.stop - part.start, k, generator=generator, dtype=torch.float64)).Q
+        parts.append((part, stretch * q))
+    return Basis(tuple(parts))
+
+
+def dense(basis):
+    return torch.block_diag(*[v for _, v in basis.parts])
+
+
+# The basis.
+
+
+def test_three_groups_and_a_thousand_vectors_in_proportion_to_square_roots():
+    layout = Embedding((torch.zeros(2000, 1), torch.zeros(2000))).layout(268_346)
+    assert [part.stop - part.start for part, _ in layout] == [89_448, 89_449, 89_449]
+    assert [k for _, k in layout] == [333, 333, 333]
+    assert (layout[0][0].start, layout[-1][0].stop) == (0, 268_346)
+    assert all(a.stop == b.start for (a, _), (b, _) in pairwise(layout))
+    few = Embedding((torch.zeros(7, 1), torch.zeros(7)), 1000, 2).layout(9)
+    assert [k for _, k in few] == [4, 5], "never more than coordinates"
+    assert [k for _, k in Embedding((torch.zeros(3, 1), torch.zeros(3)), 1000, 2).layout(90)] == [3, 3]
+
+
+def test_columns_are_those_of_the_flat_vector_wherever_groups_cut():
+    rows = torch.randn(6, D)
+    assert all(torch.equal(columns(flat(rows), slice(a, a + 9)), rows[:, a : a + 9].double()) for a in range(D - 9))
+    back, seen = torch.randn(3, 4), torch.randn(3, 5)
+    whole = (back[:, :, None] * seen[:, None, :]).flatten(1).double()
+    assert torch.equal(columns([(Outer(back, seen), 20)], slice(3, 17)), whole[:, 3:17])
+
+
+def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span():
+    embedding = Embedding((torch.zeros(50, 1), torch.zeros(50)), 15, 3)
+    low = torch.randn(50, 4) @ torch.randn(4, D)
+    chunks = [flat(part) for part in torch.split(low, 11)]
+    basis = find_basis(embedding.layout(D), chunks, torch.Generator().manual_seed(1))
+    v = dense(basis)
+    # Rank four: the fifth vector of each group has nothing to point to.
+    kept = torch.tensor([1.0, 1, 1, 1] + 2 * [1.0, 1, 1, 1, 0], dtype=torch.float64)
+    assert torch.allclose(v.T @ v, torch.diag(kept), atol=1e-12)
+    assert torch.allclose(low.double() @ v @ v.T, low.double(), atol=1e-6)
+    at_once = find_basis(embedding.layout(D), [flat(low)], torch.Generator().manual_seed(1))
+    assert torch.allclose(v, dense(at_once), atol=1e-6), "the size of chunks does not matter"
+    x = torch.randn(basis.size, dtype=torch.float64)
+    assert torch.allclose(basis.reconstruct(x), v @ x)
+
+
+def test_a_start_follows_the_strongest_directions():
+    """One power iteration squares the spectrum: of public gradients with a decaying one, most is kept."""
+    spectrum = 0.8 ** torch.arange(D)
+    rows = torch.randn(200, D, generator=torch.Generator().manual_seed(2)) * spectrum
+    basis = find_basis([(slice(0, D), 8)], [flat(rows)], torch.Generator().manual_seed(3))
+    v = dense(basis)
+    kept = (rows.double() @ v).square().sum() / rows.double().square().sum()
+    assert kept > 0.9 * (spectrum[:8].square().sum() / spectrum.square().sum())
+
+
+# What is summed.
+
+CLIPS = [EmbeddingClip(5.0, 2.0), EmbeddingClip(5.0, 2.0, 4, math.hypot(5, 2)), EmbeddingClip(0.1, 3.0, 25, 3.0)]
+
+
+def contribution(clip, basis, row):
+    e, part = clip.sum(flat(row[None]), basis, torch.ones(1))
+    return e, part.total, basis.reconstruct(e) + part.total
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@given(
+    size=st.floats(1e-3, 1e4), hot=st.integers(0, D - 1), heat=st.floats(0, 1e4), seed=st.integers(0, 50),
+    stretch=st.sampled_from([1.0, 0.3, 1.7]),
+)  # fmt: skip
+def test_one_sample_keeps_every_bound_whatever_the_basis(clip, size, hot, heat, seed, stretch):
+    row = size * torch.randn(D, generator=torch.Generator().manual_seed(seed))
+    row[hot] += heat
+    e, r, whole = contribution(clip, random_basis(seed, stretch=stretch), row)
+    assert torch.isfinite(whole).all()
+    root = math.sqrt(clip.p)
+    assert e.norm() <= clip.c0
+    assert r.norm() <= clip.c1
+    assert r.abs().max() <= clip.c1 / root
+    assert whole.norm() <= clip.c
+    assert whole.abs().max() <= clip.c / root
+
+
+def test_a_short_gradient_passes_whole():
+    row = 0.01 * torch.randn(D)
+    assert torch.allclose(contribution(CLIPS[1], random_basis(), row)[2], row.double(), atol=1e-15)
+
+
+def test_the_residual_is_of_the_unclipped_embedding():
+    """A gradient in the span of the basis has no residual, however much of it the clip takes off."""
+    basis = random_basis()
+    inside = dense(basis) @ torch.full((basis.size,), 1e3, dtype=torch.float64)
+    e, part = EmbeddingClip(5.0, 2.0).sum([(Dense(inside[None]), D)], basis, torch.ones(1))
+    assert e.norm() == pytest.approx(5.0, rel=2 * MARGIN)
+    assert part.total.norm() < 1e-9
+
+
+def test_sums_are_sums_of_single_samples():
+    rows, basis, clip = 3 * torch.randn(12, D), random_basis(), CLIPS[1]
+    rows[:, 5] *= 20
+    weights = torch.ones(12)
+    weights[[3, 7]] = 0.0
+    e, part = clip.sum(flat(rows), basis, weights)
+    alone = [contribution(clip, basis, row) for row, w in zip(rows, weights, strict=True) if w]
+    assert torch.allclose(e, sum(a[0] for a in alone), atol=1e-12)
+    assert torch.allclose(part.total, sum(a[1] for a in alone), atol=1e-12)
+    assert part.norms.numel() == 10
+    v = dense(basis)
+    residual = rows.double() - rows.double() @ v @ v.T
+    assert torch.allclose(part.norms, residual.norm(dim=1)[weights > 0])
+    assert int(part.truncated.sum()) > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_adds_nothing_and_is_reported(bad):
+    rows, basis = torch.randn(3, D), random_basis()
+    rows[1, 20] = bad
+    e, part = CLIPS[1].sum(flat(rows), basis, torch.ones(3))
+    others = CLIPS[1].sum(flat(rows[[0, 2]]), basis, torch.ones(2))
+    assert torch.allclose(e, others[0])
+    assert torch.allclose(part.total, others[1].total)
+    assert torch.isfinite(part.norms).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("broken", ["c0", "c1", "c"])
+def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
+    """If clipping were wrong, the sum that results is one that no step takes."""
+    clip, right = CLIPS[1], module._scale
+    target = getattr(clip, broken)
+    monkeypatch.setattr(module, "_scale", lambda c, s: torch.ones_like(s) if c == target else right(c, s))
+    # Along one basis vector, and along what is left over from a hot coordinate: |V e + r| is then near its bound.
+    row = 100 * torch.randn(D, generator=torch.Generator().manual_seed(0))
+    _, part = clip.sum(flat(row[None]), random_basis(stretch=1.5 if broken == "c" else 1.0), torch.ones(1))
+    assert not torch.isfinite(part.total).any()
+
+
+# Whole steps.
+
+
+class Push(nn.Module):
+    """The gradient of every sample is its own input, a vector of d numbers."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(d))
+
+    def forward(self, x):
+        return x @ self.w[:, None]
+
+
+def product(outputs, targets):
+    return outputs.sum()
+
+
+def small_data(n=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (n,), generator=generator)
+    return torch.randn(n, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6), y
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def public(n=20):
+    return Embedding((small_data(n, 9)[0], random_labels(n, 3)), 6, 3)
+
+
+def trainer(mechanism, embedding=None, **more):
+    options = {"clip": 2.0, "lr": 0.2, "seed": 1, **more}
+    return Trainer(
+        network(), nn.CrossEntropyLoss(), small_data(), mechanism, embedding=embedding or public(), **options
+    )
+
+
+PLAIN, MIXED = mm.EmbeddingMechanism(1.0, 0.5), mm.EmbeddingMechanism(1.0, 0.5, 3.0, 4)
+
+
+@pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_noise_of_both_releases_has_its_size(mechanism):
+    """Variance in the directions of the basis, and across them, within 5 standard errors: a false alarm in 10^6."""
+    d, k, c1, steps = 900, 90, 2.0, 6
+    generator = torch.Generator().manual_seed(0)
+    x = torch.zeros(4, d)
+    embedding = Embedding((torch.randn(300, d, generator=generator), torch.zeros(300)), k, 3)
+    run = Trainer(Push(d), product, (x, torch.zeros(4)), mechanism, clip=c1, lr=1.0, embedding=embedding, seed=5)
+    along, across = [], []
+    for _ in range(steps):
+        draws = run._randomness.step()
+        rows = [[(Dense(embedding.source.inputs), d)]]
+        v = dense(find_basis(embedding.layout(d), rows, draws.generator("basis")))
+        before = run.state
+        run.run(1, progress=False)
+        centre = 0.5 * (before.last + before.previous) if mechanism.mixed else before.last
+        added = (centre - run.state.last) * 2.0 / c1  # B = 2; the private gradients are zero
+        if mechanism.mixed:
+            gap = (before.last - before.previous).abs().clamp_min(3.0 * c1 / 2)
+            uniform = (draws.uniform("mixing", d) - 0.5) * gap * torch.where(before.last < before.previous, -1, 1)
+            added = added + uniform * 2.0 / c1
+        along.append(v.T @ added)
+        across.append(added - v @ along[-1])
+    for found, count, variance in (
+        (along, steps * k, 2.5**2 + 1),
+        (across, steps * (d - k), 1.0),
+    ):
+        measured = float(torch.cat(found).square().sum()) / count
+        assert abs(measured / variance - 1) < 5 * math.sqrt(2 / count)
+
+
+def test_a_step_is_the_algorithm():
+    """Against the settings' seven lines written out, at a noise too small to see."""
+    run = trainer(mm.EmbeddingMechanism(1e-9, 1.0), momentum=0.0, weight_decay=0.1)
+    x, y = small_data()
+    start = run.state.last
+
+    def rows(inputs, targets):
+        found = []
+        for a, b in zip(inputs, targets, strict=True):
+            model = network()
+            nn.functional.cross_entropy(model(a[None]), b[None]).backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+        return torch.stack(found)
+
+    source = public().source
+    g, generator = rows(source.inputs, source.targets), run._randomness.step().generator("basis")
+    layout = public().layout(g.shape[1])
+    starts = [torch.randn(p.stop - p.start, k, generator=generator, dtype=torch.float64) for p, k in layout]
+    blocks = [torch.linalg.qr(g[:, p].T @ g[:, p] @ o).Q for (p, _), o in zip(layout, starts, strict=True)]
+    v = torch.block_diag(*blocks)
+    update = 0.0
+    for one in rows(x, y):
+        e = v.T @ one
+        r = one - v @ e
+        update = update + v @ (e * min(1, 5 / e.norm())) + r * min(1, 2 / r.norm())
+    run.run(1, progress=False)
+    assert torch.allclose(run.state.last, start - 0.2 * (update / 60 + 0.1 * start), atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [{}, {"rule": "alternate"}, {"momentum": 0.9, "ema": 0.9}])
+def test_chunks_and_engines_do_not_change_a_run(rule):
+    ways = [{}, {"chunk": 7}, {"engine": "universal", "chunk": 64}]
+    states = [trainer(MIXED, performance=mm.Performance(**way), **rule).run(4, progress=False).state for way in ways]
+    for other in states[1:]:
+        assert torch.allclose(states[0].last, other.last, atol=1e-5)
+
+
+def test_the_ledger_holds_the_mechanism_and_epsilon_is_of_it():
+    run = trainer(MIXED).run(3, progress=False)
+    assert run.ledger == mm.Ledger().add(MIXED, 3)
+    assert run.epsilon(1e-5) == mm.epsilon(MIXED, 1e-5, steps=3)
+    follows = trainer(PLAIN, tau=0.1, lr=0.2).mechanism_at(1)
+    assert follows == mm.EmbeddingMechanism(1.0, 0.5, 0.1 / 0.2 * 30 / 2.0)
+
+
+@pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_resuming_repeats_the_same_run(tmp_path, mechanism):
+    whole = trainer(mechanism, momentum=0.5).run(6, progress=False)
+    trainer(mechanism, momentum=0.5, folder=tmp_path).run(4, evaluate_every=2, progress=False)
+    again = trainer(mechanism, momentum=0.5, folder=tmp_path, resume=True)
+    assert again.step == 4
+    again.run(2, progress=False)
+    assert torch.equal(again.state.last, whole.state.last)
+    assert mm.Ledger.load(tmp_path / "ledger.json") == whole.ledger
+    other = Embedding((small_data(20, 8)[0], random_labels(20, 3)), 6, 3)
+    with pytest.raises(mm.ModelMixError, match="embedding"):
+        trainer(mechanism, other, momentum=0.5, folder=tmp_path, resume=True)
+
+
+def test_it_learns():
+    run = trainer(mm.EmbeddingMechanism(0.05, 0.5), lr=0.5, test_set=small_data(200, 4)).run(40, progress=False)
+    assert run.metrics[-1]["test_accuracy"] > 0.8
+
+
+# Refusals.
+
+
+def test_account_and_step_must_both_embed():
+    with pytest.raises(mm.UnprovedError, match="counts on one"):
+        trainer(mm.Mechanism(1.0, 0.5))
+    with pytest.raises(mm.UnprovedError, match="would not embed"):
+        Trainer(network(), nn.CrossEntropyLoss(), small_data(), PLAIN, clip=2.0, lr=0.1)
+    with pytest.raises(mm.UnprovedError, match="counts on one"):
+        trainer(mm.Ledger().add(PLAIN, 2).add(mm.Mechanism(1.0, 0.5), 2))
+    model = network()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*small_data()), batch_size=10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(mm.UnprovedError, match="would not embed"):
+        make_private(model, optimizer, loader, mechanism=PLAIN, clip=1.0)
+
+
+def test_public_labels_must_be_of_the_model():
+    with pytest.raises(mm.ModelMixError, match="public labels"):
+        trainer(PLAIN, Embedding((small_data(20, 9)[0], torch.full((20,), 3)), 6, 3))
+    with pytest.raises(mm.ModelMixError, match="groups"):
+        trainer(PLAIN, Embedding((small_data(20, 9)[0], random_labels(20, 3)), 6, 1000))
+
+
+def test_what_the_authors_ran_is_not_proved():
+    run = trainer(MIXED, rule="released", momentum=0.9).run(2, progress=False)
+    assert any("not published" in reason for reason in run.ledger.unproved)
+    with pytest.raises(mm.UnprovedError):
+        run.epsilon(1e-5)
+
+
+def test_random_labels_are_fixed():
+    assert torch.equal(random_labels(100, 7), random_labels(100, 7))
+    assert not torch.equal(random_labels(100, 7), random_labels(100, 7, seed=1))
+    assert set(np.unique(random_labels(1000, 7))) == set(range(7))
