@@ -122,7 +122,7 @@ def test_the_settings_of_transfer_learning():
 def test_without_privacy_it_is_the_same_features_and_no_gradient_is_clipped():
     (row,) = (row for row in tables.rows("transfer") if math.isinf(row.epsilon))
     free, private = row.recipe("best"), tables.row("transfer", "cifar10-eps2").recipe("best")
-    same = ("data", "features", "weights", "feature_size", "unit_length", "model", "steps", "batch")
+    same = ("data", "features", "weights", "feature_size", "unit_length", "model", "batch")
     assert all(getattr(free, name) == getattr(private, name) for name in same)
     # |softmax - label| <= sqrt(2), and features of length 1 with a bias have length sqrt(2).
     assert free.unit_length

@@ -29,8 +29,9 @@ def _value(name: str, kind: int, shape: Sequence[int | str]) -> bytes:
     return _text(1, name) + _text(2, _text(1, _number(1, kind) + _text(2, sides)))
 
 
-def _node(operator: str, inputs: Sequence[str], output: str, **numbers: int) -> bytes:
-    fields = b"".join(_text(1, name) for name in inputs) + _text(2, output) + _text(4, operator)
+def _node(operator: str, inputs: Sequence[str], *outputs: str, **numbers: int) -> bytes:
+    fields = b"".join(_text(1, name) for name in inputs) + b"".join(_text(2, name) for name in outputs)
+    fields += _text(4, operator)
     for name, value in numbers.items():  # attributes, all of them whole numbers
         fields += _text(5, _text(1, name) + _number(3, value) + _number(20, 2))
     return fields
@@ -50,6 +51,7 @@ def network(
     kind: int = FLOAT,
     *,
     company: bool = False,
+    quantised: bool = False,
     outside: str | None = None,
     outputs: int = 1,
 ) -> bytes:
@@ -57,10 +59,13 @@ def network(
 
     Args:
         company: subtracts the mean over the batch, as no feature function may.
+        quantised: rounds pixels to 8 bits between the extremes of the batch, as dynamically quantised networks do.
         outside: the name of a file in which the weights are said to lie.
     """
-    nodes = [_node("GlobalAveragePool", ["f"], "g"), _node("Flatten", ["g"], "h", axis=1)]
-    nodes.insert(0, _node("Cast", ["x"], "f", to=FLOAT))
+    nodes = [_node("Cast", ["x"], "c" if quantised else "f", to=FLOAT)]
+    if quantised:
+        nodes += [_node("DynamicQuantizeLinear", ["c"], "q", "s", "o"), _node("DequantizeLinear", ["q", "s", "o"], "f")]
+    nodes += [_node("GlobalAveragePool", ["f"], "g"), _node("Flatten", ["g"], "h", axis=1)]
     last = "y0" if not company else "z"
     nodes.append(_node("MatMul", ["h", "w"], last))
     if company:

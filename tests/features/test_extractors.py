@@ -328,8 +328,9 @@ def test_an_onnx_file_gets_what_it_takes(onnx, shape, kind, size):
     torch.testing.assert_close(found, expected(x.round() if kind == BYTES else x))
 
 
-def test_an_onnx_network_with_company_is_refused(onnx):
-    made = onnx_file(onnx(WEIGHTS, 2, company=True), RAW)
+@pytest.mark.parametrize("how", ["company", "quantised"])
+def test_an_onnx_network_with_company_is_refused(onnx, how):
+    made = onnx_file(onnx(WEIGHTS, 2, **{how: True}), RAW)
     assert "depends on the images beside it" in refused(UnprovedError, made.shape, IMAGES)
 
 
@@ -407,7 +408,26 @@ def test_a_pretrained_network_by_name(monkeypatch, tmp_path):
     assert "not the published ones" in refused(ModelMixError, pretrained, "efficientnet-lite0", "cpu")
 
 
-# In a recipe.
+# In a recipe, and on the command line.
+
+
+def test_the_command_trains_on_them(module, tmp_path, monkeypatch, run):
+    monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path / "cache"))
+    module(FUNCTION)
+    x, y = IMAGES.numpy(), np.arange(5) % 2
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    options = ["train", "--data", "d.npz", "--model", "linear", "--steps", 1, "--batch", 3, "--seed", 1, "--json"]
+    code, out, err = run(*options, "--features", "mine_features:embed", "--unit-length", "--out", "a")
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 1
+    recipe = json.loads((tmp_path / "a" / "config.json").read_text())["recipe"]
+    assert (recipe["features"], recipe["unit_length"], recipe["name"]) == ("mine_features:embed", True, "d")
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # training and test images are the same here
+    module("def embed(images):\n    x = images.float().mean((2, 3))\n    return x - x.mean(0)\n")
+    code, out, err = run(*options, "--features", "mine_features:embed", "--out", "b")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "not proved: with features 'mine_features:embed'" in err
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_recipe_trains_a_linear_model_on_them_and_says_which(module, tmp_path, monkeypatch):

@@ -159,6 +159,14 @@ def test_private_training_from_a_prior(file, tmp_path, monkeypatch, features):
     assert len(trainer.ledger.phases) == 1  # weights that saw no one's data cost nothing
 
 
+def test_the_file_of_a_prior_names_its_features(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
+    settings = {"model": "linear", "mechanism": "plain", "noise_multiplier": 2.0, "batch": 6, "seed": 1}
+    recipes = Recipe(features="prior", prior=str(file), **settings), Recipe(features=str(file), **settings)
+    a, b = (recipe.trainer(data())._source.inputs for recipe in recipes)
+    assert torch.equal(a, b)
+
+
 def small(shape, classes):
     return WideResNet16(shape[0], classes, width=1)
 

@@ -71,6 +71,12 @@ def train(
         str | None,
         _option("--weights", "State dict for the network that --features package.module:function builds.", _LEARNING),
     ] = None,
+    feature_size: Annotated[
+        int | None, _option("--feature-size", "Side in pixels for the network of --features.", _LEARNING)
+    ] = None,
+    pixels: Annotated[
+        str | None, _option("--pixels", "What an .onnx file takes: imagenet, signed, unit, raw.", _LEARNING)
+    ] = None,
     unit_length: Annotated[
         bool | None, _option("--unit-length", "Scale every image's features to the length 1.", _LEARNING)
     ] = None,
@@ -117,6 +123,8 @@ def train(
         "image_size": image_size,
         "features": features,
         "weights": weights,
+        "feature_size": feature_size,
+        "pixels": pixels,
         "unit_length": unit_length,
         "seed": seed,
     }
@@ -126,6 +134,8 @@ def train(
         raise ModelMixError("--resume needs --out, the folder of the run to go on with.")
     asked = {name: value for name, value in given.items() if value is not None}
     begun = Recipe.of_run(out) if resume and out is not None and recipe is None else None
+    if data is not None and recipe is None and begun is None:
+        asked["name"] = Path(data).stem  # the default recipe is called after its own data
     chosen = (begun or Recipe.load(recipe or DEFAULT)).changed(**asked)
     if show_recipe:
         plain = recipe is None and begun is None and not asked

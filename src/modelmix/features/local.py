@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def contents(path: str | Path) -> tuple[bytes, str]:
 def state_dict(data: bytes, source: str | Path) -> Mapping[str, Tensor]:
     """The tensors in a file of torch.save(network.state_dict()); code in it is refused and never run."""
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TorchScript, which is refused below
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if isinstance(found, Mapping) and all(isinstance(value, Tensor) for value in found.values()):
             return found
     except Exception:  # code, TorchScript, or no file of torch's: a damaged one can raise anything
