@@ -17,6 +17,7 @@ from modelmix.privacy.accountant import renyi_curve
 from modelmix.privacy.comparison import best_epsilon, equal_variance, pld_epsilon, unmixed
 from modelmix.privacy.moments import sampled_log_moments
 from modelmix.privacy.renyi import step_curve
+from modelmix.report.words import assumptions
 
 YU = 2.083806
 """The noise multiplier that Yu et al.'s doubled curve gives for epsilon 8, B = 1000 of 50,000, 10,000 steps."""
@@ -209,6 +210,12 @@ def test_refusals():
         pld_epsilon(mm.Ledger().add(mm.EmbeddingMechanism(1.0, 0.1), 1), 1e-5)
     with pytest.raises(mm.ModelMixError, match="two sums"):
         canaries(mm.EmbeddingMechanism(1.0, 0.1))
+
+
+def test_what_it_assumes_is_said():
+    said = assumptions(mm.Ledger().add(mm.EmbeddingMechanism(1.0, 0.1, 2.0), 1))
+    assert [line for line in said if "public" in line]
+    assert not [line for line in assumptions(mm.Ledger().add(mm.Mechanism(1.0, 0.1, 2.0), 1)) if "public" in line]
 
 
 def test_calibration_finds_the_noise():

@@ -334,6 +334,12 @@ def test_public_labels_must_be_of_the_model():
         trainer(PLAIN, Embedding((small_data(20, 9)[0], random_labels(20, 3)), 6, 1000))
 
 
+@pytest.mark.parametrize("clips", [(1e-150, 1.0), (1.0, 1e-150), (0.0, 1.0), (1.0, math.nan)])
+def test_clips_that_cannot_be_measured_are_refused(clips):
+    with pytest.raises(mm.ModelMixError, match=r"c = |finite"):
+        EmbeddingClip(*clips)
+
+
 def test_what_the_authors_ran_is_not_proved():
     run = trainer(MIXED, rule="released", momentum=0.9).run(2, progress=False)
     assert any("not published" in reason for reason in run.ledger.unproved)

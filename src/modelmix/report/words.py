@@ -57,6 +57,8 @@ def assumptions(ledger: Ledger) -> list[str]:
         )
     if any(phase.mechanism.mixed and phase.mechanism.law != "gaussian" for phase in ledger.phases):
         out.append("quadrature error of the moments estimated by halving panels, and added tenfold")
+    if any(isinstance(phase.mechanism, EmbeddingMechanism) for phase in ledger.phases):
+        out.append("the samples in whose directions gradients are embedded are public")
     return out
 
 

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.validation import positive, whole
-from modelmix.training.clipping import MARGIN, ClippedSum
+from modelmix.privacy.validation import whole
+from modelmix.training.clipping import MARGIN, Clip, ClippedSum
 from modelmix.training.gradients import Gradients
 from modelmix.training.sampling import TensorSource
 
@@ -130,9 +130,9 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
     return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, sums, strict=True)))
 
 
-def _orthonormal(columns: Tensor) -> Tensor:
+def _orthonormal(vectors: Tensor) -> Tensor:
     """Orthonormal columns of the same span; zeros for the directions that are rounding and nothing else."""
-    found = torch.linalg.qr(columns / columns.abs().max().clamp_min(1e-300))
+    found = torch.linalg.qr(vectors / vectors.abs().max().clamp_min(1e-300))
     sizes = found.R.diagonal().abs()
     kept: Tensor = found.Q * (sizes > _NOTHING * sizes.max())
     return kept
@@ -169,8 +169,8 @@ class EmbeddingClip:
     c: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("c0", "c1"):
-            positive(name, getattr(self, name), "the clip")
+        for c in (self.c0, self.c1):
+            Clip(c, self.p)  # refuses what cannot be measured
 
     @classmethod
     def of(cls, mechanism: EmbeddingMechanism, c1: float) -> EmbeddingClip:
