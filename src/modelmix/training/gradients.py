@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -70,6 +71,11 @@ def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[T
     if bound is None:
         return scaled, None
     return _clamp(scaled, bound), (scaled.abs() > bound).flatten(1).sum(1)
+
+
+def _room() -> int:
+    """Float64 numbers that stay in the caches of a processor."""
+    return _CACHE * min(4, torch.get_num_threads()) // 8
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -170,12 +176,18 @@ class Outer(Gradients):
     def device(self) -> torch.device:
         return self.back.device
 
+    @cached_property
+    def _wide(self) -> Tensor:
+        """``seen``, on a processor in float64 where that stays in its cache: it is read twice and converted once."""
+        here = self.seen.device.type == "cpu" and self.seen.numel() <= _room()
+        return self.seen.double() if here else self.seen
+
     def dense(self) -> Tensor:
         return self.back[:, :, None] * self.seen[:, None, :]
 
     def powers(self, norm: int) -> Tensor:
         if self.seen.dtype != torch.float64 and self.back.dtype != torch.float64:
-            return Dense(self.back).powers(norm) * Dense(self.seen).powers(norm)
+            return Dense(self.back).powers(norm) * Dense(self._wide).powers(norm)
         # The largest number changes sides first: neither factor can then vanish where the product does not.
         seen = self.seen.double()
         top = seen.abs().amax(1, keepdim=True)
@@ -200,13 +212,13 @@ class Outer(Gradients):
         """For a processor, a few samples at a time."""
         total = scale.new_zeros(self.back.shape[1], self.seen.shape[1])
         cut = torch.zeros_like(scale, dtype=torch.int64)
-        room = _CACHE * min(4, torch.get_num_threads()) // 8
+        room = _room()
         # A sample none of whose coordinates reaches the bound is as good as not truncated.
         tops = [t.abs().amax(1).double() for t in (self.back, self.seen)] if bound < math.inf else [scale, scale]
         high = tops[0] * tops[1] * scale > bound
         low, size = (scale > 0) & ~high, max(1, room // self.seen.shape[1])
         for some in _slices(low.numel(), size) if bool(low.all()) else torch.split(torch.nonzero(low).flatten(), size):
-            total.addmm_((self.back[some].double() * scale[some, None]).T, self.seen[some].double())
+            total.addmm_((self.back[some].double() * scale[some, None]).T, self._wide[some].double())
         for some in torch.split(torch.nonzero((scale > 0) & high).flatten(), max(1, room // max(1, total.numel()))):
             back = self.back[some].double() * scale[some, None]
             product = back[:, :, None] * self.seen[some].double()[:, None, :]
