@@ -160,3 +160,12 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         LEDGER.save(tmp_path / "binary.json" / "ledger.json")
     LEDGER.save(tmp_path / "new" / "folder" / "ledger.json")
     assert mm.Ledger.load(tmp_path / "new" / "folder" / "ledger.json") == LEDGER
+
+
+def test_one_ledger_after_another_holds_both_and_what_either_breaks():
+    one, two = mm.Mechanism(1.0, 0.1), mm.Mechanism(2.0, 0.1)
+    first, second = mm.Ledger().add(one, 2), mm.Ledger().add(one, 3).add(two, 1)
+    assert first.then(second) == mm.Ledger().add(one, 5).add(two, 1)
+    assert first.then(mm.Ledger()) == first == mm.Ledger().then(first)
+    for a, b in ((mm.Ledger(unproved=("a rule",)), second), (first, mm.Ledger(unproved=("a rule",)))):
+        assert a.then(b).unproved == ("a rule",)

@@ -245,10 +245,7 @@ class Recipe:
 
     def whole(self, n: int) -> Ledger:
         """All that a run on n samples releases: ``price``, then ``plan``."""
-        ledger = self.price()
-        for phase in self.plan(n).phases:
-            ledger = ledger.add(phase.mechanism, phase.steps)
-        return ledger
+        return self.price().then(self.plan(n))
 
     def plan(self, n: int) -> Ledger:
         """The phases that will be trained on n samples.
@@ -284,13 +281,6 @@ class Recipe:
             raise ModelMixError(f"what {self.spent} has spent {cost}: nothing is left for training.")
         z = smallest_safe(everything, self.epsilon, start=1.0, tolerance=1e-5, name="noise multiplier")
         return phases(z, Ledger())
-
-    def _spent(self, prepared: Ledger) -> Ledger:
-        """In the order of ``price``."""
-        ledger = self.before()
-        for phase in prepared.phases:
-            ledger = ledger.add(phase.mechanism, phase.steps)
-        return ledger
 
     def _widths(self, batch: float) -> list[tuple[int, float]]:
         """(steps, omega) in order; steps of the same width are put together."""
@@ -388,7 +378,7 @@ class Recipe:
             plan,
             clip=self.clip,
             lr=self.schedule("lr"),
-            spent=self._spent(prepared.spent),
+            spent=self.before().then(prepared.spent),
             rule=rule,
             padding=self.padding,
             momentum=self.momentum,

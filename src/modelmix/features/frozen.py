@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modelmix.data.dataset import to_float
 from modelmix.errors import ModelMixError
+from modelmix.features.inputs import require_images
 from modelmix.features.weights import Prior
 from modelmix.models.residual import WideResNet16
 
@@ -40,11 +41,7 @@ class Frozen:
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses what the network does not take."""
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-            raise ModelMixError(
-                f"images are {images.dtype} with shape {tuple(images.shape)}: a prior takes uint8 N x C x H x W with 1 "
-                "or 3 colours."
-            )
+        require_images(images, "a prior")
         if len(images) == 0 or min(images.shape[2:]) < _SMALLEST:
             raise ModelMixError(f"a prior needs one or more images of {_SMALLEST} pixels a side or more.")
         return len(images), 4 * 96 * self.prior.lesson.width

@@ -22,6 +22,15 @@ SCALES: dict[str, tuple[Colours, Colours]] = {
 """name -> (mean, deviation) of every colour, in grey levels 0 to 255. Constants of the network, not of the data."""
 
 
+def require_images(images: Tensor, taker: str) -> None:
+    """Refuses what is not a stack of images, grey or in colour."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise ModelMixError(
+            f"images are {images.dtype} with shape {tuple(images.shape)}: {taker} takes uint8 N x C x H x W with 1 or "
+            "3 colours."
+        )
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a network takes, as a function of each image alone.

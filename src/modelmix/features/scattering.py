@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
+from modelmix.features.inputs import require_images
 
 MAPS = 81
 """Maps per colour."""
@@ -70,11 +71,7 @@ class Scattering:
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses what cannot be transformed."""
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-            raise ModelMixError(
-                f"images are {images.dtype} with shape {tuple(images.shape)}: scattering takes uint8 N x C x H x W "
-                "with 1 or 3 colours."
-            )
+        require_images(images, "scattering")
         n, colours, height, width = images.shape
         if n == 0:
             raise ModelMixError("there are no images: scattering needs one or more.")

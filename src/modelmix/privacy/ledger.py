@@ -71,6 +71,13 @@ class Ledger:
             return replace(self, phases=(*self.phases[:-1], Phase(mechanism, self.phases[-1].steps + new.steps)))
         return replace(self, phases=(*self.phases, new))
 
+    def then(self, other: Ledger) -> Ledger:
+        """A ledger with all of another one after this one; what either breaks, both break."""
+        joined = Ledger(self.phases, (*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)))
+        for phase in other.phases:
+            joined = joined.add(phase.mechanism, phase.steps)
+        return joined
+
     def mechanism_at(self, step: int) -> Mechanism:
         """The mechanism of a step, counted from 1."""
         seen = 0
