@@ -15,6 +15,8 @@ from modelmix.features import cached
 from modelmix.features.frozen import Frozen
 from modelmix.features.leaves import dead_leaves
 from modelmix.features.prior import Lesson, contrast, learn
+from modelmix.features.synthetic import objects, synthetic
+from modelmix.features.textures import painted
 from modelmix.features.views import views
 from modelmix.features.weights import Prior, save
 from modelmix.models.residual import ResNet20, WideResNet16
@@ -34,8 +36,16 @@ def leaves(count: int = 16, seed: int = 0, side: int = 32):
     return dead_leaves(count, side, torch.Generator("cpu").manual_seed(seed))
 
 
-def test_images_are_repeatable_and_all_different():
-    a, b, c = leaves(), leaves(), leaves(seed=1)
+FAMILIES = pytest.mark.parametrize("family", [dead_leaves, painted, objects, synthetic])
+
+
+def made(family, count: int = 16, seed: int = 0, side: int = 32):
+    return family(count, side, torch.Generator("cpu").manual_seed(seed))
+
+
+@FAMILIES
+def test_images_are_repeatable_and_all_different(family):
+    a, b, c = made(family), made(family), made(family, seed=1)
     assert a.shape == (16, 3, 32, 32)
     assert a.dtype == torch.uint8
     assert torch.equal(a, b)
@@ -43,13 +53,19 @@ def test_images_are_repeatable_and_all_different():
     assert len({bytes(image.numpy().tobytes()) for image in a}) == 16
 
 
-def test_neighbouring_pixels_are_alike_as_in_photographs():
-    x = leaves(64).float()
+@FAMILIES
+def test_neighbouring_pixels_are_alike_as_in_photographs(family):
+    x = made(family, 64).float()
     x = x - x.mean((2, 3), keepdim=True)
     near = float((x[..., 1:] * x[..., :-1]).mean() / x.square().mean())
     far = float((x[..., 12:] * x[..., :-12]).mean() / x.square().mean())
     assert near > 0.7
     assert far < near - 0.2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_any_number_of_images_can_be_made(count):
+    assert len(made(synthetic, count)) == count
 
 
 def test_views_are_pixels_of_the_range_that_networks_take():

@@ -29,31 +29,23 @@ def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    bank = _noise(generator)
-    axis = (torch.arange(side, device=device) + 0.5) / side
-    y, x = axis[None, :, None], axis[None, None, :]
-    light, mood = uniform(count, low=-math.pi, high=math.pi), _colours(uniform(count), 0.1 * normal(count, 2))
+    bank = clouds(generator)
+    light, mood = uniform(count, low=-math.pi, high=math.pi), coloured(uniform(count), *(0.1 * normal(2, count)))
     busy = uniform(count, 1, 1, low=0.15)  # the share of leaves that an image has
     image = torch.zeros(count, 3, side, side, device=device)
     for leaf in range(_LEAVES):
-        angle, turn = uniform(count, 1, 1, high=math.pi), uniform(count, 1, 1, high=math.pi)
-        dx, dy = x - uniform(count, 1, 1, low=-0.1, high=1.1), y - uniform(count, 1, 1, low=-0.1, high=1.1)
-        along, across = dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
-        radius = _SMALLEST * (1 - uniform(count, 1, 1) * (1 - (_SMALLEST / _LARGEST) ** 2)) ** -0.5
-        ratio = (0.35 * normal(count, 1, 1)).exp()
-        # Diamonds, ellipses and boxes: |u|^k + |v|^k < 1.
-        k = 2 ** torch.randint(0, 4, (count, 1, 1), generator=generator, device=device)
-        inside = (along / (radius * ratio)).abs() ** k + (across * ratio / radius).abs() ** k < 1
+        inside, dx, dy, radius = shape(count, side, _SMALLEST, _LARGEST, generator)
+        turn = uniform(count, 1, 1, high=math.pi)
         inside &= uniform(count, 1, 1) < busy
         wave = torch.sin(
             2 * math.pi * uniform(count, 1, 1, low=1, high=12) * (dx * turn.cos() + dy * turn.sin())
             + uniform(count, 1, 1, high=2 * math.pi)
         )
         shade = (dx * light.cos()[:, None, None] + dy * light.sin()[:, None, None]) / radius
-        rough = _cut(bank, count, side, generator)
+        rough = cut(bank, count, side, generator)
         strength = [uniform(count, 1, 1) ** 2 * most for most in (0.2, 0.25, 0.15)]
         texture = strength[0] * wave + strength[1] * rough + strength[2] * shade
-        own = _colours(uniform(count), 0.08 * normal(count, 2))
+        own = coloured(uniform(count), *(0.08 * normal(2, count)))
         base = 0.35 * mood + 0.65 * own
         paint = base[:, :, None, None] + texture[:, None] * (1 + 0.3 * normal(count, 3, 1, 1))
         if leaf == 0:
@@ -62,24 +54,47 @@ def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
     return (255 * image).round().clamp(0, 255).to(torch.uint8)
 
 
-def _colours(light: Tensor, hue: Tensor) -> Tensor:
+def shape(
+    count: int, side: int, smallest: float, largest: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A leaf for every image: the pixels within it, their way from its middle in x and in y, and its radius.
+
+    Radii are in sides of the image and follow the law r^-3.
+    """
+    device = generator.device
+
+    def uniform(low: float = 0.0, high: float = 1.0) -> Tensor:
+        return low + (high - low) * torch.rand(count, 1, 1, generator=generator, device=device)
+
+    axis = (torch.arange(side, device=device) + 0.5) / side
+    dx, dy = axis[None, None, :] - uniform(-0.1, 1.1), axis[None, :, None] - uniform(-0.1, 1.1)
+    angle = uniform(high=math.pi)
+    along, across = dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
+    radius = smallest * (1 - uniform() * (1 - (smallest / largest) ** 2)) ** -0.5
+    ratio = (0.35 * torch.randn(count, 1, 1, generator=generator, device=device)).exp()
+    # Diamonds, ellipses and boxes: |u|^k + |v|^k < 1.
+    k = 2 ** torch.randint(0, 4, (count, 1, 1), generator=generator, device=device)
+    inside = (along / (radius * ratio)).abs() ** k + (across * ratio / radius).abs() ** k < 1
+    return inside, dx, dy, radius
+
+
+def coloured(light: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Red, green and blue from brightness and two opponent colours, which vary less in the world than brightness."""
-    a, b = hue[:, 0], hue[:, 1]
     return torch.stack([light + a + b, light - a + 0.5 * b, light - 1.5 * b], 1)
 
 
-def _noise(generator: torch.Generator) -> Tensor:
-    """Pictures of noise whose spectrum falls like 1/f^e, e from 0.5 to 2; mean 0 and variance 1 each."""
+def clouds(generator: torch.Generator, least: float = 0.5, most: float = 2.0) -> Tensor:
+    """Pictures of noise whose spectrum falls like 1/f^e, e from least to most; mean 0 and variance 1 each."""
     device = generator.device
     f = torch.fft.fftfreq(_NOISE_SIDE, device=device)
     distance = (f[:, None] ** 2 + f[None, :] ** 2).sqrt().clamp_min(1 / _NOISE_SIDE)
-    steep = 0.5 + 1.5 * torch.rand(_BANK, 1, 1, generator=generator, device=device)
+    steep = least + (most - least) * torch.rand(_BANK, 1, 1, generator=generator, device=device)
     white = torch.randn(_BANK, _NOISE_SIDE, _NOISE_SIDE, generator=generator, device=device)
     noise: Tensor = torch.fft.ifft2(torch.fft.fft2(white) * distance**-steep).real
     return (noise - noise.mean((1, 2), keepdim=True)) / noise.std((1, 2), keepdim=True)
 
 
-def _cut(bank: Tensor, count: int, side: int, generator: torch.Generator) -> Tensor:
+def cut(bank: Tensor, count: int, side: int, generator: torch.Generator) -> Tensor:
     """A piece of some picture of the bank for every image; pictures go on beyond their borders."""
     which = torch.randint(len(bank), (count, 1, 1), generator=generator, device=bank.device)
     corner = torch.randint(_NOISE_SIDE, (2, count, 1, 1), generator=generator, device=bank.device)

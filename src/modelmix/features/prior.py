@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor, nn
 
 from modelmix.errors import ModelMixError
-from modelmix.features.leaves import dead_leaves
+from modelmix.features.synthetic import synthetic
 from modelmix.features.views import views
 from modelmix.models.residual import WideResNet16
 from modelmix.privacy.validation import positive, whole
@@ -73,7 +73,7 @@ def learn(
     generator = torch.Generator(device).manual_seed(lesson.seed)
     images = torch.cat(
         [
-            dead_leaves(min(_GENERATED, lesson.images - start), _CANVAS, generator)
+            synthetic(min(_GENERATED, lesson.images - start), _CANVAS, generator)
             for start in range(0, lesson.images, _GENERATED)
         ]
     )
