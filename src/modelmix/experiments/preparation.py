@@ -81,7 +81,11 @@ def prepare(
     if recipe.features is None:
         return Prepared(data, device)
     transform = sources.transform(recipe, device)
-    train, test = (cached(transform, split.x) for split in (data.train, data.test))
+    if recipe.components is not None:  # in one call, so that both are in the same directions
+        both = cached(transform, torch.cat([data.train.x, data.test.x]))
+        train, test = both[: len(data.train)], both[len(data.train) :]
+    else:
+        train, test = (cached(transform, split.x) for split in (data.train, data.test))
     if recipe.normalise == "group":
         train, test = group_normalise(train), group_normalise(test)
     seen = {"features": {"name": transform.name, "version": transform.version, **transform.parameters}}

@@ -66,6 +66,7 @@ _COUNTS = {
     "feature_size": "the side of an image for the network of features",
     "basis": "the number of basis vectors",
     "groups": "the number of groups of parameters",
+    "components": "the number of components of whitened features",
 }
 
 Changing = float | Mapping[str, Any]
@@ -84,20 +85,22 @@ class Recipe:
 
     image_size is the side to which the images of a folder are scaled; nothing else takes it.
 
-    prior is a file of ``modelmix prior``: the network starts from its weights, or, with features = "prior", is trained
-    on what it sees.
+    prior is "synthetic", which comes with the package, or a file of ``modelmix prior``: the network starts from its
+    weights, or, with features = "prior", is trained on what it sees.
 
     public is a file of images in whose directions gradients are embedded, by a mechanism that does: embeddings are then
     clipped to embedding_clip and residuals to clip, with basis vectors (1000) in groups (3) of the parameters.
 
-    features trains on what something sees in the images instead of the images: "scatter", "prior" (or the file of a
-    prior itself), a pretrained network by name, an .onnx file, or package.module:function, which takes images, or, with
-    a file of weights, builds a network. feature_size, pixels and unit_length: see ``Inputs`` and ``Extractor``.
+    features trains on what something sees in the images instead of the images: "scatter", "patches", "prior" (or the
+    file of a prior itself), "patches+prior", a pretrained network by name, an .onnx file, or package.module:function,
+    which takes images, or, with a file of weights, builds a network. feature_size, pixels and unit_length: see
+    ``Inputs`` and ``Extractor``.
 
     With features = "scatter", normalise = "group" makes every group of their
     channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
     moments released by noise of multiplier normalise_noise on channel means clipped to mean_clip and channel second
-    moments clipped to square_clip, and epsilon counts them.
+    moments clipped to square_clip, and epsilon counts them. normalise = "scenes" or "silhouettes" whitens features by
+    synthetic images of that kind and keeps so many components; free.
     """
 
     name: str = "run"
@@ -111,6 +114,7 @@ class Recipe:
     pixels: str | None = None
     unit_length: bool = False
     normalise: str | None = None
+    components: int | None = None
     normalise_noise: float = 8.0
     mean_clip: float | None = None
     square_clip: float | None = None

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from modelmix.features.cache import Transform
 
 PRETRAINED = ("efficientnet-lite0", "efficientnet-lite2")
-NAMES = ("scatter", "prior", *PRETRAINED)
-NORMALISATIONS = ("group", "private")
+NAMES = ("scatter", "patches", "prior", "patches+prior", *PRETRAINED)
+SYNTHETIC = ("scenes", "silhouettes")
+NORMALISATIONS = ("group", "private", *SYNTHETIC)
+_FIXED = ("scatter", "patches", "prior", "patches+prior")
 
 _KINDS = "a file ending in .onnx or .npz, or package.module:function"
 
 
 def kind_of(name: str) -> str:
-    """One of "scatter", "prior", "pretrained", "onnx", "own"."""
-    if name in ("scatter", "prior"):
+    """One of "scatter", "patches", "prior", "patches+prior", "pretrained", "onnx", "own"."""
+    if name in _FIXED:
         return name
     if name in PRETRAINED:
         return "pretrained"
@@ -47,11 +49,15 @@ def check(recipe: Recipe) -> None:
         raise ModelMixError(
             f"normalise = {recipe.normalise!r} is unknown: choose {' or '.join(NORMALISATIONS)}, or leave it out."
         )
-    if recipe.normalise is not None and kind != "scatter":
-        raise ModelMixError('normalise is for features = "scatter": give that as well, or leave it out.')
-    if recipe.prior is None and recipe.features == "prior":
-        raise ModelMixError('features = "prior" needs prior = FILE: make one with modelmix prior.')
-    if recipe.prior is not None and recipe.features not in (None, "prior"):
+    if recipe.normalise in SYNTHETIC and kind is None:
+        raise ModelMixError(f"normalise = {recipe.normalise!r} whitens features: give features as well.")
+    if recipe.normalise in ("group", "private") and kind != "scatter":
+        raise ModelMixError(f'normalise = {recipe.normalise!r} is for features = "scatter": leave one of them out.')
+    if (recipe.components is not None) != (recipe.normalise in SYNTHETIC):
+        raise ModelMixError(f"normalise = {' or '.join(SYNTHETIC)} needs components, and nothing else takes them.")
+    if recipe.prior is None and recipe.features in ("prior", "patches+prior"):
+        raise ModelMixError(f'features = "{recipe.features}" needs prior = "synthetic", or the file of modelmix prior.')
+    if recipe.prior is not None and recipe.features not in (None, "prior", "patches+prior"):
         raise ModelMixError('a prior has features of its own: give features = "prior", or leave prior out.')
     clips = (recipe.mean_clip, recipe.square_clip)
     if (recipe.normalise == "private") != all(clip is not None for clip in clips) or (
@@ -75,20 +81,36 @@ def check(recipe: Recipe) -> None:
 
 def transform(recipe: Recipe, device: torch.device) -> Transform:
     """The features of a recipe, as they are cached."""
+    from modelmix.features.whitening import Logarithm, Whitened
+
+    found = _found(recipe, device)
+    if recipe.components is None:
+        return found
+    if recipe.features == "scatter":
+        found = Logarithm(found)
+    return Whitened(found, str(recipe.normalise), recipe.components)
+
+
+def _found(recipe: Recipe, device: torch.device) -> Transform:
     from modelmix.features import Scattering
     from modelmix.features.frozen import Frozen
     from modelmix.features.inputs import Inputs
     from modelmix.features.onnx import onnx_file
     from modelmix.features.own import own_function, own_network
+    from modelmix.features.patches import Patches
     from modelmix.features.pretrained import pretrained
     from modelmix.features.weights import Prior
+    from modelmix.features.whitening import Joined
 
     name, unit = str(recipe.features), recipe.unit_length
     kind = kind_of(name)
     if kind == "scatter":
         return Scattering(device=device)
-    if kind == "prior":
-        return Frozen(Prior.load(recipe.prior or name), device)
+    if kind == "patches":
+        return Patches(device)
+    if kind in ("prior", "patches+prior"):
+        frozen = Frozen(Prior.load(recipe.prior or name), device)
+        return frozen if kind == "prior" else Joined((Patches(device), frozen))
     if kind == "pretrained":
         return pretrained(name, device, size=recipe.feature_size, unit_length=unit)
     inputs = Inputs(recipe.feature_size, recipe.pixels or "imagenet")

@@ -23,7 +23,8 @@ _AT_ONCE = {"cpu": 64, "cuda": 2048}
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """What a prior sees in an image: its second and its last maps, averaged over the quarters of the image.
+    """What a prior sees in an image: its second and its last maps, averaged over the quarters of the image,
+    summed over the image and its mirror image.
 
     4 * (128 + 256) = 1,536 numbers for a WRN-16-4, scaled to the length 1: a function of one image alone.
     """
@@ -32,7 +33,7 @@ class Frozen:
     device: torch.device | str | None = None
 
     name: ClassVar[str] = "prior"
-    version: ClassVar[int] = 1  # count up whenever the features of any image change
+    version: ClassVar[int] = 2  # count up whenever the features of any image change
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -54,8 +55,11 @@ class Frozen:
         with torch.no_grad():
             for batch in torch.split(images, _AT_ONCE.get(device.type, 64)):
                 x = to_float(batch.to(device))
-                second, last = network.maps(x.expand(-1, 3, -1, -1))
-                quarters = [F.adaptive_avg_pool2d(t, 2).flatten(1) for t in (second, last)]
+                seen = [network.maps(view.expand(-1, 3, -1, -1)) for view in (x, x.flip(3))]
+                quarters = [
+                    torch.stack([F.adaptive_avg_pool2d(t, 2).flatten(1) for t in both]).sum(0)
+                    for both in zip(*seen, strict=True)
+                ]
                 yield F.normalize(torch.cat([F.normalize(q, dim=1) for q in quarters], 1), dim=1)
 
     @cached_property

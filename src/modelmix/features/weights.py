@@ -18,6 +18,9 @@ from modelmix.features.prior import Lesson
 from modelmix.files import write_atomically
 from modelmix.models.residual import WideResNet16
 
+BUILT_IN = "synthetic"
+"""The name of the prior that comes with the package."""
+
 
 def save(network: WideResNet16, lesson: Lesson, path: str | Path) -> None:
     """Weights as float16 and how they came about, as a .npz file without code in it."""
@@ -42,7 +45,8 @@ class Prior:
 
     @classmethod
     def load(cls, path: str | Path) -> Prior:
-        path = Path(path)
+        """Reads a file of ``modelmix prior``; "synthetic" names the one of this package."""
+        path = Path(__file__).parent / "synthetic-prior.npz" if path == BUILT_IN else Path(path)
         try:
             content = path.read_bytes()
             with np.load(path, allow_pickle=False) as archive:
