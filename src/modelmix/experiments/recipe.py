@@ -94,7 +94,7 @@ class Recipe:
     features trains on what something sees in the images instead of the images: "scatter", "patches", "prior" (or the
     file of a prior itself), "patches+prior", a pretrained network by name, an .onnx file, or package.module:function,
     which takes images, or, with a file of weights, builds a network. feature_size, pixels and unit_length: see
-    ``Inputs`` and ``Extractor``.
+    ``Inputs`` and ``Extractor``. mirror = false leaves mirror images out of the features of patches and priors.
 
     With features = "scatter", normalise = "group" makes every group of their
     channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
@@ -113,6 +113,7 @@ class Recipe:
     feature_size: int | None = None
     pixels: str | None = None
     unit_length: bool = False
+    mirror: bool = True
     normalise: str | None = None
     components: int | None = None
     normalise_noise: float = 8.0

@@ -64,6 +64,8 @@ def check(recipe: Recipe) -> None:
         recipe.normalise != "private" and any(clip is not None for clip in clips)
     ):
         raise ModelMixError('normalise = "private" needs mean_clip and square_clip, and nothing else takes them.')
+    if not recipe.mirror and kind not in ("patches", "prior", "patches+prior"):
+        raise ModelMixError("mirror = false is for features of patches and priors: leave it out.")
     network = kind == "onnx" or (kind == "own" and recipe.weights is not None)
     for name, allowed, what in (
         ("weights", kind == "own", 'features = "package.module:function"'),
@@ -107,10 +109,10 @@ def _found(recipe: Recipe, device: torch.device) -> Transform:
     if kind == "scatter":
         return Scattering(device=device)
     if kind == "patches":
-        return Patches(device)
+        return Patches(device, recipe.mirror)
     if kind in ("prior", "patches+prior"):
-        frozen = Frozen(Prior.load(recipe.prior or name), device)
-        return frozen if kind == "prior" else Joined((Patches(device), frozen))
+        frozen = Frozen(Prior.load(recipe.prior or name), device, recipe.mirror)
+        return frozen if kind == "prior" else Joined((Patches(device, recipe.mirror), frozen))
     if kind == "pretrained":
         return pretrained(name, device, size=recipe.feature_size, unit_length=unit)
     inputs = Inputs(recipe.feature_size, recipe.pixels or "imagenet")

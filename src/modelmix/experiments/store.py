@@ -16,7 +16,7 @@ from modelmix.training.engines import Engine
 
 # What of a recipe decides what its images become.
 _PREPARATION = (
-    *("features", "normalise", "components", "prior", "weights", "feature_size", "pixels", "unit_length"),
+    *("features", "normalise", "components", "mirror", "prior", "weights", "feature_size", "pixels", "unit_length"),
     *("public", "basis", "groups"),
 )
 

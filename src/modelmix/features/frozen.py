@@ -24,13 +24,14 @@ _AT_ONCE = {"cpu": 64, "cuda": 2048}
 @dataclass(frozen=True, eq=False)
 class Frozen:
     """What a prior sees in an image: its second and its last maps, averaged over the quarters of the image,
-    summed over the image and its mirror image.
+    summed over the image and, with ``mirror``, its mirror image.
 
     4 * (128 + 256) = 1,536 numbers for a WRN-16-4, scaled to the length 1: a function of one image alone.
     """
 
     prior: Prior
     device: torch.device | str | None = None
+    mirror: bool = True
 
     name: ClassVar[str] = "prior"
     version: ClassVar[int] = 2  # count up whenever the features of any image change
@@ -38,7 +39,7 @@ class Frozen:
     @property
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
-        return {"weights": self.prior.digest}
+        return {"weights": self.prior.digest, "mirror": self.mirror}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses what the network does not take."""
@@ -55,7 +56,7 @@ class Frozen:
         with torch.no_grad():
             for batch in torch.split(images, _AT_ONCE.get(device.type, 64)):
                 x = to_float(batch.to(device))
-                seen = [network.maps(view.expand(-1, 3, -1, -1)) for view in (x, x.flip(3))]
+                seen = [network.maps(view.expand(-1, 3, -1, -1)) for view in ((x, x.flip(3)) if self.mirror else (x,))]
                 quarters = [
                     torch.stack([F.adaptive_avg_pool2d(t, 2).flatten(1) for t in both]).sum(0)
                     for both in zip(*seen, strict=True)

@@ -35,17 +35,19 @@ _FIRST, _SECOND = (128, 3, 1), 384  # the block of two
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """3 x 3 averages of rectified responses, both signs, summed over an image and its mirror image; square roots.
+    """3 x 3 averages of rectified responses, both signs, of an image and its mirror image; square roots.
 
     13,248 numbers in three blocks: 256 filters of 5 x 5 pixels; 96 of 8 x 8; 384 of 3 x 3 x 256 averages of the
     responses to 128 of 3 x 3.
 
     Args:
         device: where to compute; the accelerator if there is one.
+        mirror: whether the mirror image is added, for images whose meaning does not change with it.
         seed: of synthetic images and of the choice of filters.
     """
 
     device: torch.device | str | None = None
+    mirror: bool = True
     seed: int = 0
 
     name: ClassVar[str] = "patches"
@@ -54,7 +56,7 @@ class Patches:
     @property
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
-        return {"seed": self.seed}
+        return {"seed": self.seed, "mirror": self.mirror}
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -76,7 +78,8 @@ class Patches:
         with torch.no_grad():
             for batch in torch.split(images, _AT_ONCE.get(device.type, 16)):
                 x = batch.to(device).expand(-1, 3, -1, -1).float() / 255
-                yield (network(x) + network(x.flip(3))).sqrt()
+                seen = network(x)
+                yield (seen + network(x.flip(3)) if self.mirror else seen).sqrt()
 
     @cached_property
     def _network(self) -> _Network:
