@@ -189,7 +189,7 @@ NONSENSE = {
     "images of no size": ({"image_size": 0}, "image_size = 0"),
     "unit length of pixels": ({"unit_length": True}, "unit_length is for pretrained networks"),
     "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
-    "normalised pixels": ({"normalise": "group"}, "normalise is for features"),
+    "normalised pixels": ({"normalise": "group"}, "normalise = 'group' is for features"),
     "clips of no moments": (
         {"features": "scatter", "mean_clip": 1.0, "square_clip": 1.0},
         'normalise = "private" needs mean_clip and square_clip, and nothing else takes them',

@@ -10,6 +10,7 @@ import modelmix as mm
 from modelmix.errors import ModelMixError
 from modelmix.experiments import tables
 from modelmix.experiments.recipe import Recipe
+from modelmix.features.whitening import LENGTH
 from modelmix.privacy.comparison import best_epsilon
 
 SAMPLES = {"cifar10": 50_000, "svhn": 73_257, "fashion-mnist": 60_000}
@@ -122,11 +123,11 @@ def test_the_settings_of_transfer_learning():
 def test_without_privacy_it_is_the_same_features_and_no_gradient_is_clipped():
     (row,) = (row for row in tables.rows("transfer") if math.isinf(row.epsilon))
     free, private = row.recipe("best"), tables.row("transfer", "cifar10-eps2").recipe("best")
-    same = ("data", "features", "weights", "feature_size", "unit_length", "model", "batch")
+    same = ("data", "features", "weights", "feature_size", "normalise", "components", "model", "sample_rate")
     assert all(getattr(free, name) == getattr(private, name) for name in same)
-    # |softmax - label| <= sqrt(2), and features of length 1 with a bias have length sqrt(2).
-    assert free.unit_length
-    assert free.clip >= 2
+    # |softmax - label| <= sqrt(2), and a bias has the input 1.
+    assert free.normalise == "scenes"
+    assert free.clip >= math.sqrt(2 * (LENGTH**2 + 1))
     assert free.noise_multiplier <= 1e-6
 
 

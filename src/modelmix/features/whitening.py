@@ -93,10 +93,11 @@ class Whitened:
             mean = x.mean(0)
             x -= mean
             blocks: Sequence[int] = getattr(self.transform, "blocks", (x.shape[1],))
-            scale = torch.cat(
-                [part.square().sum().rsqrt().expand(part.shape[1]) for part in torch.split(x, list(blocks), 1)]
-            )
-            x *= scale * (len(x) / len(blocks)) ** 0.5  # every block has its share of a variance of 1
+            # Every block has its share of a variance of 1.
+            share = (len(x) / len(blocks)) ** 0.5
+            parts = torch.split(x, list(blocks), 1)
+            scale = torch.cat([share * part.square().sum().rsqrt().expand(part.shape[1]) for part in parts])
+            x *= scale
             if len(x) < x.shape[1]:  # by products of images, of which there are fewer than features
                 values, vectors = torch.linalg.eigh(x @ x.T / len(x))
                 vectors = x.T @ (vectors / (values.clamp_min(1e-9) * len(x)).sqrt())
