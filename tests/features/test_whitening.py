@@ -99,6 +99,14 @@ def test_whitening_looks_at_one_image_at_a_time_and_gives_all_the_same_length():
     torch.testing.assert_close(again @ again.T, (found @ found.T)[:6, :6], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [(72, 80), (28, 36)])
+def test_images_of_any_size_are_whitened_by_images_of_that_size(size):
+    x = torch.randint(0, 256, (3, 1, *size), dtype=torch.uint8, generator=torch.Generator("cpu").manual_seed(0))
+    found = features(Whitened(Logarithm(Scattering(device="cpu")), "scenes", 5), x)
+    assert found.shape == (3, 5)
+    assert bool(found.isfinite().all())
+
+
 def test_blocks_of_joined_features_have_equal_shares():
     joined = Joined((Patches("cpu"), Frozen(Prior.load("synthetic"), "cpu")))
     assert joined.blocks == (432, 216, 540, 1536)

@@ -17,7 +17,7 @@ from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, 
 from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.experiments.sources import NAMES
+from modelmix.experiments.sources import NAMES, NORMALISATIONS
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.privacy.ledger import Ledger
@@ -80,6 +80,18 @@ def train(
     unit_length: Annotated[
         bool | None, _option("--unit-length", "Scale every image's features to the length 1.", _LEARNING)
     ] = None,
+    normalise: Annotated[
+        str | None,
+        _option("--normalise", f"Of features: {', '.join(NORMALISATIONS)}; docs/features.md.", _LEARNING),
+    ] = None,
+    components: Annotated[
+        int | None,
+        _option("--components", "Directions that are kept of features whitened by synthetic images.", _LEARNING),
+    ] = None,
+    prior: Annotated[
+        str | None,
+        _option("--prior", "Weights to start from, or for --features prior: synthetic, or a file.", _LEARNING),
+    ] = None,
     out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", RUN)] = None,
     resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", RUN)] = False,
     seed: Annotated[int | None, _option("--seed", "Repeatable; for tests only.", RUN)] = None,
@@ -104,6 +116,8 @@ def train(
     modelmix train --mechanism plain
     modelmix train --data photos --image-size 224 --features efficientnet-lite0 --unit-length --model linear
     modelmix train --data cifar10 --features efficientnet-lite2 --unit-length --model linear
+    modelmix train --data cifar10 --features patches+prior --prior synthetic --normalise scenes --components 4000
+        --model linear --mechanism plain --batch 50000 --steps 100 --clip 2.5 --lr 1.12 --epsilon 1
     """
     given = {
         "mechanism": mechanism,
@@ -126,6 +140,9 @@ def train(
         "feature_size": feature_size,
         "pixels": pixels,
         "unit_length": unit_length,
+        "normalise": normalise,
+        "components": components,
+        "prior": prior,
         "seed": seed,
     }
     if epsilon is not None and z is not None:

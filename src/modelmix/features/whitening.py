@@ -31,6 +31,8 @@ IMAGES: Mapping[str, Callable[[int, int, torch.Generator], Tensor]] = {"scenes":
 
 _COUNT = 8000
 _RIDGE = 2e-4  # of the whole variance, added to the variance of every direction
+_LARGEST = 64  # pixels of a side that are painted; larger images are these, enlarged
+_AT_ONCE = 500
 _SMALL = 0.005  # where the logarithm of a scattering coefficient begins to bend
 
 
@@ -85,11 +87,11 @@ class Whitened:
 
     def _directions(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """The mean of features of synthetic images of this size, and the directions over their deviations."""
-        colours, side, other = like.shape[1:]
-        generator = torch.Generator("cpu").manual_seed(0)
-        seen = IMAGES[self.images](_COUNT, max(side, other), generator)[:, :colours, :side, :other]
+        colours, *size = like.shape[1:]
+        side = max(size)
+        seen = IMAGES[self.images](_COUNT, min(side, _LARGEST), torch.Generator("cpu").manual_seed(0))[:, :colours]
         with torch.no_grad():
-            x = torch.cat([batch.flatten(1) for batch in self.transform.batches(seen.contiguous())])
+            x = torch.cat([batch.flatten(1) for batch in _sized(self.transform, seen, side, size)])
             mean = x.mean(0)
             x -= mean
             blocks: Sequence[int] = getattr(self.transform, "blocks", (x.shape[1],))
@@ -106,6 +108,14 @@ class Whitened:
             kept, along = values[-self.components :].clamp_min(0), vectors[:, -self.components :]
             rows = (along / (kept + _RIDGE).sqrt()).T * scale
         return mean, rows
+
+
+def _sized(transform: Transform, images: Tensor, side: int, size: Sequence[int]) -> Iterator[Tensor]:
+    """The features of square images, enlarged to ``side`` if they are smaller and cut to ``size``."""
+    for some in torch.split(images, _AT_ONCE):
+        if some.shape[-1] != side:
+            some = F.interpolate(some.float(), (side, side), mode="bilinear").round().to(torch.uint8)
+        yield from transform.batches(some[..., : size[0], : size[1]].contiguous())
 
 
 @dataclass(frozen=True, eq=False)
