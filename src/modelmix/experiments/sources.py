@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from modelmix.features.cache import Transform
 
 PRETRAINED = ("efficientnet-lite0", "efficientnet-lite2")
-NAMES = ("scatter", "patches", "prior", "patches+prior", *PRETRAINED)
+FIXED = ("scatter", "patches", "prior", "patches+prior")
+NAMES = (*FIXED, *PRETRAINED)
 SYNTHETIC = ("scenes", "silhouettes")
 NORMALISATIONS = ("group", "private", *SYNTHETIC)
-_FIXED = ("scatter", "patches", "prior", "patches+prior")
 
 _KINDS = "a file ending in .onnx or .npz, or package.module:function"
 
 
 def kind_of(name: str) -> str:
     """One of "scatter", "patches", "prior", "patches+prior", "pretrained", "onnx", "own"."""
-    if name in _FIXED:
+    if name in FIXED:
         return name
     if name in PRETRAINED:
         return "pretrained"
