@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from modelmix.data import DataSet, Split
 from modelmix.experiments import store, tables
 from modelmix.experiments.recipe import Recipe
 from modelmix.experiments.results import Result, account
+from modelmix.features import patches
+from modelmix.features.whitening import Whitened
 from modelmix.report import page
 from modelmix.training import Trainer
 from modelmix.training.engines import engine
@@ -346,7 +349,7 @@ def test_a_rehearsal_is_never_a_result(run, folder):
 
 @pytest.fixture
 def imagined(tmp_path, monkeypatch):
-    """Images of the right shape in place of the public sets."""
+    """Images of the right shape in place of the public sets, and any directions in place of synthetic images'."""
 
     def load(name: str, data_dir: object, image_size: None) -> DataSet:
         generator = torch.Generator().manual_seed(0)
@@ -359,7 +362,15 @@ def imagined(tmp_path, monkeypatch):
         return DataSet(name, split(40), split(8), tuple("0123456789"))
 
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path / "cache"))
+
+    def directions(self: Whitened, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        width = math.prod(self.transform.shape(like)[1:])
+        return torch.zeros(width), torch.randn(self.components, width, generator=torch.Generator().manual_seed(0))
+
     monkeypatch.setattr(store, "load", load)
+    monkeypatch.setattr(Whitened, "_directions", directions)
+    monkeypatch.setattr(patches, "_SOURCES", 32)
+    monkeypatch.setattr(patches, "_CUT", 1200)
     monkeypatch.chdir(tmp_path)
 
 
@@ -385,8 +396,8 @@ def test_every_kind_of_transfer_learning_can_be_rehearsed(run, imagined, monkeyp
     from modelmix.features.extractor import Extractor
 
     def small(name: str, device: object, *, size: None, unit_length: bool) -> Extractor:
-        assert (name, size, unit_length) == ("efficientnet-lite2", None, True)
-        return Extractor(name, name, lambda x: x[:, :, ::8, ::8].flatten(1).float(), {}, unit_length)
+        assert (name, size) == ("efficientnet-lite2", None)
+        return Extractor(name, name, lambda x: x.flatten(1).float(), {}, unit_length)
 
     monkeypatch.setattr(pretrained, "pretrained", small)
     code, _, err = run("reproduce", "transfer", "--steps", 2, "--batch", 3, "--device", "cpu")
