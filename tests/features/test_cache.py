@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import modelmix as mm
-from modelmix.features import Scattering, cached
+from modelmix.features import Scattering, cache, cached
 
 IMAGES = torch.arange(5 * 1 * 8 * 8, dtype=torch.int64).remainder(251).to(torch.uint8).view(5, 1, 8, 8)
 
@@ -162,3 +163,12 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
 def test_an_unknown_format(tmp_path):
     with pytest.raises(mm.ModelMixError, match="features are kept as float16 or float32"):
         cached(Halves(), IMAGES, folder=tmp_path, dtype="int8")
+
+
+def test_whoever_waits_is_told_how_far_it_is(monkeypatch, caplog):
+    now = iter([0.0, 10.0, 20.0, 30.0, 40.0, 50.0])
+    monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    batches = [torch.zeros(5, 2)] * 4
+    with caplog.at_level("INFO", logger="modelmix"):
+        assert len(list(cache.told("scattering", 20, batches))) == 4
+    assert caplog.messages == ["scattering: features of 10 of 20 images, 20 s left"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Annotated, NoReturn
@@ -59,10 +60,20 @@ for _name, _group in _GROUPS.items():
     app.add_typer(_group, name=_name)
 
 
+class _ToStderr(logging.Handler):
+    """What the library has to tell those who wait; numbers stay alone on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Every failure a user can cause ends in one line on stderr and exit code 2."""
     # Threads of torch that spin while they wait make a busy machine many times slower; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    log = logging.getLogger("modelmix")
+    log.setLevel(logging.INFO)
+    log.handlers = [_ToStderr()]
     arguments = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     try:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -29,6 +31,9 @@ VARIABLE = "MODELMIX_CACHE"
 """The environment variable that names the folder of caches."""
 
 FORMATS = ("float16", "float32")
+
+_LOG = logging.getLogger("modelmix")
+_SILENCE = 15.0  # seconds
 
 
 class Transform(Protocol):
@@ -81,8 +86,21 @@ def cached(
             f"{others[-1]} is of another version of {transform.name}: features are computed anew; delete it at will.",
             stacklevel=2,
         )
-    _write(path, shape, dtype, transform.batches(images))
+    _write(path, shape, dtype, told(transform.name, len(images), transform.batches(images)))
     return _open(path, shape, dtype)
+
+
+def told(name: str, count: int, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same batches; whoever waits long is told now and then how far they are, through the log of ``modelmix``."""
+    began = last = time.monotonic()
+    done = 0
+    for batch in batches:
+        yield batch
+        done, now = done + len(batch), time.monotonic()
+        if now - last > _SILENCE and done < count:
+            last = now
+            left = (now - began) * (count - done) / done
+            _LOG.info("%s: features of %s of %s images, %.0f s left", name, f"{done:,}", f"{count:,}", left)
 
 
 def _key(transform: Transform, images: Tensor, dtype: str) -> str:

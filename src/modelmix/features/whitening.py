@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.features.cache import Transform
+from modelmix.features.cache import Transform, told
 from modelmix.features.silhouettes import silhouettes
 from modelmix.features.synthetic import synthetic
 from modelmix.privacy.validation import whole
@@ -91,7 +91,8 @@ class Whitened:
         side = max(size)
         seen = IMAGES[self.images](_COUNT, min(side, _LARGEST), torch.Generator("cpu").manual_seed(0))[:, :colours]
         with torch.no_grad():
-            x = torch.cat([batch.flatten(1) for batch in _sized(self.transform, seen, side, size)])
+            features = told(f"synthetic {self.images}", _COUNT, _sized(self.transform, seen, side, size))
+            x = torch.cat([batch.flatten(1) for batch in features])
             mean = x.mean(0)
             x -= mean
             blocks: Sequence[int] = getattr(self.transform, "blocks", (x.shape[1],))
