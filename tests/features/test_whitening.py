@@ -7,9 +7,10 @@ import torch
 
 from modelmix.data.dataset import from_arrays
 from modelmix.errors import ModelMixError
+from modelmix.experiments import sources
 from modelmix.experiments.preparation import prepare
 from modelmix.experiments.recipe import Recipe
-from modelmix.features import Scattering, patches, whitening
+from modelmix.features import Scattering, patches, pretrained, whitening
 from modelmix.features.frozen import Frozen
 from modelmix.features.patches import Patches
 from modelmix.features.silhouettes import silhouettes
@@ -123,6 +124,11 @@ def test_more_components_than_there_are_is_refused():
         Whitened(Scattering(device="cpu"), "scenes", 48).shape(images())
     with pytest.raises(ModelMixError, match="there are no synthetic 'photographs': choose scenes or silhouettes"):
         Whitened(Scattering(device="cpu"), "photographs", 4)
+
+
+def test_names_that_are_checked_without_torch_are_those_that_exist():
+    assert set(whitening.IMAGES) == set(sources.SYNTHETIC)
+    assert set(pretrained._NETWORKS) == set(sources.PRETRAINED)
 
 
 def test_silhouettes_are_one_thing_on_black_that_fills_the_image():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelmix.data.dataset import to_float
 from modelmix.errors import ModelMixError
-from modelmix.features.inputs import require_images
+from modelmix.features.inputs import require_images, where
 from modelmix.features.weights import Prior
 from modelmix.models.residual import WideResNet16
 
@@ -51,7 +51,7 @@ class Frozen:
     def batches(self, images: Tensor) -> Iterator[Tensor]:
         """The features of a few images after the other, float32 on the device."""
         self.shape(images)
-        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = where(self.device)
         network = self._network.to(device)
         with torch.no_grad():
             for batch in torch.split(images, _AT_ONCE.get(device.type, 64)):

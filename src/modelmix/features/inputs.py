@@ -22,6 +22,11 @@ SCALES: dict[str, tuple[Colours, Colours]] = {
 """name -> (mean, deviation) of every colour, in grey levels 0 to 255. Constants of the network, not of the data."""
 
 
+def where(device: torch.device | str | None) -> torch.device:
+    """The given device, else the accelerator if there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def require_images(images: Tensor, taker: str) -> None:
     """Refuses what is not a stack of images, grey or in colour."""
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):

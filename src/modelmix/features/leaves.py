@@ -69,13 +69,18 @@ def shape(
     axis = (torch.arange(side, device=device) + 0.5) / side
     dx, dy = axis[None, None, :] - uniform(-0.1, 1.1), axis[None, :, None] - uniform(-0.1, 1.1)
     angle = uniform(high=math.pi)
-    along, across = dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
+    along, across = turned(dx, dy, angle)
     radius = smallest * (1 - uniform() * (1 - (smallest / largest) ** 2)) ** -0.5
     ratio = (0.35 * torch.randn(count, 1, 1, generator=generator, device=device)).exp()
     # Diamonds, ellipses and boxes: |u|^k + |v|^k < 1.
     k = 2 ** torch.randint(0, 4, (count, 1, 1), generator=generator, device=device)
     inside = (along / (radius * ratio)).abs() ** k + (across * ratio / radius).abs() ** k < 1
     return inside, dx, dy, radius
+
+
+def turned(dx: Tensor, dy: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """The same ways in axes that are turned by an angle."""
+    return dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
 
 
 def coloured(light: Tensor, a: Tensor, b: Tensor) -> Tensor:

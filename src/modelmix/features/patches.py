@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.features.inputs import require_images
+from modelmix.features.inputs import require_images, where
 from modelmix.features.synthetic import synthetic
 
 _SIDE = 32
@@ -73,7 +73,7 @@ class Patches:
     def batches(self, images: Tensor) -> Iterator[Tensor]:
         """The features of a few images after the other, float32 on the device."""
         self.shape(images)
-        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = where(self.device)
         network = self._network.to(device)
         with torch.no_grad():
             for batch in torch.split(images, _AT_ONCE.get(device.type, 16)):

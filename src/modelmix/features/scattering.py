@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.features.inputs import require_images
+from modelmix.features.inputs import require_images, where
 
 MAPS = 81
 """Maps per colour."""
@@ -103,7 +103,7 @@ class Scattering:
 
     @property
     def _where(self) -> torch.device:
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return where(self.device)
 
 
 def pixels(images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
+from modelmix.features.leaves import turned
 from modelmix.features.textures import painted
 
 _PARTS = 6
@@ -34,8 +35,7 @@ def silhouettes(count: int, side: int, generator: torch.Generator) -> Tensor:
         wide, high = (uniform(0.2, 0.8), uniform(0.25, 1.0)) if first else (uniform(0.07, 0.45), uniform(0.1, 0.9))
         turn = (0.15 if first else 0.4) * torch.randn(count, 1, 1, generator=generator, device=device)
         k = (2.0 ** torch.randint(0, 4, (count, 1, 1), generator=generator, device=device)).clamp_min(1.5)
-        dx, dy = x - right, y - down
-        along, across = dx * turn.cos() + dy * turn.sin(), dy * turn.cos() - dx * turn.sin()
+        along, across = turned(x - right, y - down, turn)
         inside = (along / wide).abs() ** k + (across / high).abs() ** k < 1
         if not first:
             inside &= uniform() < 0.6
