@@ -200,7 +200,7 @@ def test_a_reused_generator(monkeypatch):
     assert seen.two_worlds(DELTA, difference(seen)).epsilon < claimed
     frozen = randomness.Randomness(7).step()._key
 
-    def always_the_same(self, label, count):
+    def always_the_same(self, label, count, device="cpu"):
         return honest(randomness.StepRandomness(frozen), label, count)
 
     monkeypatch.setattr(randomness.StepRandomness, "gaussian", always_the_same)

@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from modelmix import Mechanism, Performance, Trainer
+from modelmix.training import Randomness
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine
 from modelmix.training.parameters import FlatParameters
@@ -90,6 +91,13 @@ def test_memory_does_not_grow_with_the_batch():
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_noise_made_on_the_device_is_the_same_noise():
+    for kind in ("uniform", "gaussian", "laplace"):
+        here, there = (getattr(Randomness(5).step(), kind)("noise", 1001, device) for device in ("cpu", "cuda"))
+        assert there.dtype == torch.float64
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-14, atol=1e-14)
 
 
 def test_training_on_the_device_spends_what_it_spends_elsewhere():

@@ -15,8 +15,9 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix.errors import ModelMixError
-from modelmix.training import Performance, Randomness, Trainer, sampling
-from modelmix.training.sampling import as_source, pieces
+from modelmix.training import Performance, Randomness, Trainer, randomness, sampling
+from modelmix.training.rules import Rule, State, prepare_draws, take_step
+from modelmix.training.sampling import Ahead, as_source, pieces
 
 
 class Squares(Dataset):
@@ -185,6 +186,42 @@ def test_what_is_prepared_ahead_is_what_would_have_been_drawn():
         assert torch.equal(ahead.gaussian("noise", 7), plain.gaussian("noise", 7))
         with pytest.raises(ModelMixError, match="drawn already"):
             ahead.gaussian("noise", 7)
+
+
+def test_draws_made_early_are_the_same_draws_in_the_same_order():
+    made = []
+
+    def counted():
+        for i in range(4):
+            made.append(i)
+            yield torch.tensor([i])
+
+    ahead = Ahead(counted())
+    found = []
+    for draw in ahead:
+        found.append(int(draw))
+        for _ in range(int(draw)):  # never, once, twice and at the end
+            ahead.look()
+        assert len(made) == len(found) + (0 < int(draw) < 3)
+    assert found == made == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "mechanism"),
+    [
+        ("plain", mm.Mechanism(1.0, 0.5)),
+        ("mix", mm.Mechanism(1.0, 0.5, mixing_width=2.0)),
+        ("plain", mm.Mechanism(1.0, 0.5, law="laplace")),
+    ],
+)
+@pytest.mark.parametrize("count", [6, 7])
+def test_what_a_step_draws_is_prepared_and_nothing_else(monkeypatch, rule, mechanism, count):
+    draws, rule = Randomness(5).step(), Rule(rule)
+    prepare_draws(rule, mechanism, draws, count)
+    monkeypatch.setattr(randomness, "_derive", None)  # nothing more is computed afterwards
+    state = State(*(torch.zeros(count, dtype=torch.float64) for _ in range(3)))
+    take_step(state, state.last, draws, rule=rule, mechanism=mechanism, clip=1.0, eta=0.1, expected_batch=3.0)
+    assert not draws._waiting
 
 
 def test_labels_of_one_step_are_unrelated_streams():

@@ -68,11 +68,11 @@ class FastDraws:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def gaussian(self, label: str, count: int) -> Tensor:
-        return torch.randn(count, generator=self._generator, device=self._generator.device, dtype=torch.float64)
+    def gaussian(self, label: str, count: int, device: torch.device) -> Tensor:
+        return torch.randn(count, generator=self._generator, device=device, dtype=torch.float64)
 
-    def uniform(self, label: str, count: int) -> Tensor:
-        return torch.rand(count, generator=self._generator, device=self._generator.device, dtype=torch.float64)
+    def uniform(self, label: str, count: int, device: torch.device) -> Tensor:
+        return torch.rand(count, generator=self._generator, device=device, dtype=torch.float64)
 
 
 def momentum_scores(

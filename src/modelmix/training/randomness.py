@@ -40,7 +40,7 @@ class StepRandomness:
         """Computes the stream behind a coming draw already now, while an accelerator is busy with something else."""
         self._waiting[label] = _derive(self._key, label, 8 * words)
 
-    def _words(self, label: str, count: int) -> Tensor:
+    def _words(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """``count`` uniform 64-bit words, as int64."""
         if label in self._drawn:
             raise ModelMixError(f"the {label} of this step was drawn already: randomness is never reused.")
@@ -48,23 +48,25 @@ class StepRandomness:
         stream = self._waiting.pop(label, b"")
         if len(stream) != 8 * count:
             stream = _derive(self._key, label, 8 * count)
-        return torch.frombuffer(bytearray(stream or b"\0" * 8), dtype=torch.int64)[:count]
+        return torch.frombuffer(bytearray(stream or b"\0" * 8), dtype=torch.int64)[:count].to(device)
 
-    def uniform(self, label: str, count: int) -> Tensor:
+    # The bits come from the processor's generator; what is made of them is made on ``device``, in float64 as well.
+
+    def uniform(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Uniform on (0, 1) in float64: odd multiples of 2^-54, never 0 and never 1."""
-        return ((self._words(label, count) >> 11) & (2**53 - 1)).double().add_(0.5).mul_(_UNIT)
+        return ((self._words(label, count, device) >> 11) & (2**53 - 1)).double().add_(0.5).mul_(_UNIT)
 
-    def gaussian(self, label: str, count: int) -> Tensor:
+    def gaussian(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Standard Gaussian in float64, by Box and Muller's transform."""
         half = (count + 1) // 2
-        u = self.uniform(label, 2 * half)
+        u = self.uniform(label, 2 * half, device)
         radius = torch.sqrt(-2 * torch.log(u[:half]))
         angle = 2 * math.pi * u[half:]
         return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])[:count]
 
-    def laplace(self, label: str, count: int) -> Tensor:
+    def laplace(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Standard Laplace (scale 1) in float64: a random sign times an exponential."""
-        u = self.uniform(label, 2 * count)
+        u = self.uniform(label, 2 * count, device)
         return torch.where(u[:count] < 0.5, 1.0, -1.0) * -torch.log(u[count:])
 
     def poisson_indices(self, label: str, count: int, rate: float) -> Tensor:

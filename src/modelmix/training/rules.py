@@ -118,12 +118,19 @@ class Rule:
         return centre, gap
 
 
-def noise(mechanism: Mechanism, draws: StepRandomness, count: int) -> Tensor:
+def prepare_draws(rule: Rule, mechanism: Mechanism, draws: StepRandomness, count: int) -> None:
+    """Computes the bits that ``take_step`` will draw, while an accelerator is busy with something else."""
+    draws.prepare("noise", 2 * count if mechanism.law == "laplace" else 2 * ((count + 1) // 2))
+    if rule.name in _MIXING:
+        draws.prepare("mixing", count)
+
+
+def noise(mechanism: Mechanism, draws: StepRandomness, count: int, device: torch.device | str = "cpu") -> Tensor:
     """The noise of one step in units of the clip: the mechanism's own law."""
     if mechanism.law == "gaussian":
-        return mechanism.noise_multiplier * draws.gaussian("noise", count)
+        return mechanism.noise_multiplier * draws.gaussian("noise", count, device)
     if mechanism.law == "laplace":
-        return mechanism.noise_multiplier * draws.laplace("noise", count)
+        return mechanism.noise_multiplier * draws.laplace("noise", count, device)
     raise ModelMixError("a law of your own can be accounted for but not trained with: use gaussian or laplace.")
 
 
@@ -151,10 +158,10 @@ def take_step(
     centre, gap = rule.propose(state, eta, tau)
     if mechanism.mixed and not rule.unproved:
         _require_mixing(gap, tau)
-    noisy = total / expected_batch + unit * noise(mechanism, draws, count).to(device)
+    noisy = total / expected_batch + unit * noise(mechanism, draws, count, device)
     new = centre - eta * noisy
     if gap is not None:
-        new += (draws.uniform("mixing", count).to(device) - 0.5) * gap
+        new += (draws.uniform("mixing", count, device) - 0.5) * gap
     seen = noisy if rule.name == "released" else (centre - new) / eta
     velocity = rule.momentum * state.velocity + seen if rule.momentum else state.velocity
     step = state.step + 1

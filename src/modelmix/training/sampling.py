@@ -7,6 +7,7 @@ step like any other. Where shapes must not change, a chunk is padded by repeatin
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,24 @@ def pieces(indices: Tensor, chunk: int, pad: bool = True) -> Iterator[tuple[Tens
         weights = torch.zeros(part.numel() + missing, dtype=torch.float64, device="cpu")
         weights[: part.numel()] = 1.0
         yield torch.cat([part, part[:1].expand(missing)]), weights
+
+
+class Ahead:
+    """Draws in their order, of which the next can be made early, while an accelerator is busy with something else."""
+
+    def __init__(self, draws: Iterable[Tensor]) -> None:
+        self._draws, self._made = iter(draws), deque[Tensor]()
+
+    def look(self) -> None:
+        """Makes the next draw, if it is not made and there is one."""
+        if not self._made:
+            self._made.extend(itertools.islice(self._draws, 1))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        return self._made.popleft() if self._made else next(self._draws)
 
 
 class TensorSource:

@@ -36,8 +36,8 @@ from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.record import Record
-from modelmix.training.rules import Rule, State, take_step
-from modelmix.training.sampling import Chunk, TensorSource, as_source
+from modelmix.training.rules import Rule, State, prepare_draws, take_step
+from modelmix.training.sampling import Ahead, Chunk, TensorSource, as_source
 from modelmix.training.schedules import Schedule, schedule
 
 Augment = Callable[[Any, torch.Generator], Any]
@@ -276,9 +276,10 @@ class Trainer:
         if due and not any(row["step"] == self.step for row in self._metrics):
             self._measure()  # an interrupt came between the state and its evaluation
         self._keep()
+        self._coming = Ahead(self._draws(steps))
         try:
             with Progress(steps, self._describe, progress) as bar:
-                for chunks in self._source.steps(self._draws(steps), self._chunk_size(), self._engine.fixed_shapes):
+                for chunks in self._source.steps(self._coming, self._chunk_size(), self._engine.fixed_shapes):
                     self._one_step(chunks)
                     self._seconds = before + time.monotonic() - began
                     bar.advance()
@@ -357,8 +358,8 @@ class Trainer:
         # All the work is handed over before its outcome is looked at: an accelerator never waits for us, and what
         # randomness costs is spent while it works.
         if self._device.type != "cpu":
-            draws.prepare("noise", 2 * ((self._flat.size + 1) // 2))
-            draws.prepare("mixing", self._flat.size)
+            prepare_draws(self._rule, mechanism, draws, self._flat.size)
+            self._coming.look()
         met = ClippedSum.joined(total, parts)
         if self._nonfinite == "stop" and not bool(torch.isfinite(met.norms).all()):
             raise ModelMixError(
@@ -370,7 +371,7 @@ class Trainer:
         diagnostics.add_draw(met.norms.numel())
         if basis is None or not isinstance(clip, EmbeddingClip):
             return total
-        noise = draws.gaussian("embedding noise", basis.size).to(self._device)
+        noise = draws.gaussian("embedding noise", basis.size, self._device)
         return total + basis.reconstruct(embedded + mechanism.noise_multiplier * clip.c0 * noise)
 
     def _clip_of(self, mechanism: Mechanism) -> Clip | EmbeddingClip:
