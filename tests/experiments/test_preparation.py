@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 import modelmix as mm
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError
+from modelmix.experiments.preparation import prepare
 from modelmix.experiments.recipe import Recipe
 from modelmix.features import Scattering, group_normalise
 from modelmix.privacy.ledger import Ledger
@@ -97,9 +99,13 @@ def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_releas
         ({"normalise": "scenes"}, "needs components, and nothing else takes them"),
         ({"components": 4}, "needs components, and nothing else takes them"),
         ({"normalise": "scenes", "components": 0}, "components = 0"),
-        ({"features": "patches+prior"}, 'needs prior = "synthetic"'),
+        ({"features": "patches+prior"}, "needs prior: synthetic, characters, or a file"),
         ({"prior": "synthetic"}, "a prior has features of its own"),
-        ({"mirror": False}, "mirror = false is for features of patches and priors"),
+        ({"mirror": False}, "mirror = false is for features of patches, priors and networks"),
+        ({"normalise": "public", "components": 4}, 'normalise = "public" needs public'),
+        ({"normalise": "public", "public": "p.npz"}, "needs components, and nothing else takes them"),
+        ({"public": "p.npz"}, "does not embed gradients: leave out public"),
+        ({"normalise": "public", "components": 4, "public": "p.npz", "basis": 3}, "leave out embedding_clip, basis"),
         ({"normalise": "private", "mean_clip": 1.0}, "needs mean_clip and square_clip"),
         ({"normalise": "group", "mean_clip": 1.0}, "nothing else takes them"),
         ({"normalise": "private", "mean_clip": -1.0, "square_clip": 1.0}, "mean_clip = -1"),
@@ -114,3 +120,24 @@ def test_recipes_that_make_no_sense(change, message):
 def test_features_of_another_shape_are_refused(data):
     with pytest.raises(ModelMixError, match="takes features 243 x 8 x 8 or 81 x 7 x 7"):
         Recipe(**{**BASE, "features": None}).trainer(data, performance=CPU)
+
+
+def test_public_images_whiten_features_and_cost_nothing(data, tmp_path):
+    x = torch.randint(0, 256, (20, *data.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    np.savez(tmp_path / "public.npz", x=x.numpy())
+    recipe = Recipe(**{**BASE, "model": "linear"}, normalise="public", public="public.npz", components=7)
+    prepared = prepare(recipe, data, torch.device("cpu"), data_dir=tmp_path)
+    assert prepared.data.train.x.shape == (40, 7)
+    assert prepared.embedding is None
+    assert prepared.spent == Ledger()
+    np.savez(tmp_path / "public.npz", x=x.numpy()[:, :, :-1])
+    with pytest.raises(ModelMixError, match="and the network takes"):
+        prepare(recipe, data, torch.device("cpu"), data_dir=tmp_path)
+
+
+def test_a_recipe_that_says_what_is_meant_anyhow_is_the_same_recipe():
+    plain = Recipe(**{**BASE, "features": None, "model": "cnn"})
+    assert plain.changed(mirror=True) == plain
+    assert plain.changed(features="patches", mirror=True) == plain.changed(features="patches")
+    assert plain.changed(features="efficientnet-lite0").mirror is None
+    assert plain.changed(features="efficientnet-lite0", mirror=True).mirror is True

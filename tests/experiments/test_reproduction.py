@@ -400,6 +400,7 @@ def test_every_kind_of_transfer_learning_can_be_rehearsed(run, imagined, monkeyp
         return Extractor(name, name, lambda x: x.flatten(1).float(), {}, unit_length)
 
     monkeypatch.setattr(pretrained, "pretrained", small)
+    np.savez("public_tinyimagenet32_2000.npz", x=np.zeros((1001, 32, 32, 3), np.uint8))
     code, _, err = run("reproduce", "transfer", "--steps", 2, "--batch", 3, "--device", "cpu")
     assert code == 0, err
     for row in tables.rows("transfer"):

@@ -47,6 +47,17 @@ def refused(error=ModelMixError, call=None, *arguments, **options) -> str:
     return str(raised.value)
 
 
+def test_mirror_images_are_added_and_change_the_name_of_the_cache():
+    one, both = extractor(flat), extractor(flat, mirror=True)
+    found = torch.cat(list(both.batches(IMAGES)))
+    torch.testing.assert_close(found, flat(IMAGES) + flat(IMAGES.flip(3)))
+    torch.testing.assert_close(torch.cat(list(both.batches(IMAGES.flip(3)))), found)
+    assert one.parameters == {"unit_length": False}
+    assert both.parameters == {"unit_length": False, "mirror": True}
+    unit = torch.cat(list(extractor(flat, mirror=True, unit_length=True).batches(IMAGES)))
+    torch.testing.assert_close(unit.norm(dim=1), torch.ones(5))
+
+
 # Each image alone.
 
 

@@ -90,6 +90,25 @@ def test_whitened_synthetic_images_vary_alike_in_all_directions(monkeypatch):
     torch.testing.assert_close(covariance, torch.eye(20), rtol=1e-3, atol=1e-3)
 
 
+def test_whitened_public_images_vary_alike_in_all_directions(monkeypatch):
+    monkeypatch.setattr(whitening, "_PUBLIC_RIDGE", 0.0)
+    inner, public = Logarithm(Scattering(device="cpu")), images(30)
+    mean, rows = Whitened(inner, public, 20)._directions(images(1))
+    white = (features(inner, public) - mean) @ rows.T
+    torch.testing.assert_close(white.T @ white / 30, torch.eye(20), rtol=1e-3, atol=1e-3)
+
+
+def test_what_whitens_is_part_of_the_name_of_a_cache():
+    inner, public = Scattering(device="cpu"), images(6)
+    other = public.clone()
+    other[0, 0, 0, 0] ^= 1
+    found = [str(Whitened(inner, by, 5).parameters) for by in ("scenes", "silhouettes", public, other)]
+    assert len(set(found)) == 4
+    assert str(Whitened(inner, public.clone(), 5).parameters) == found[2]
+    with pytest.raises(ModelMixError, match="components = 6 is more than there are here: give 5 or fewer"):
+        Whitened(inner, public, 6).shape(public)
+
+
 def test_whitening_looks_at_one_image_at_a_time_and_gives_all_the_same_length():
     transform, x = Whitened(Logarithm(Scattering(device="cpu")), "scenes", 10), images()
     found = features(transform, x)
@@ -122,7 +141,9 @@ def test_blocks_of_joined_features_have_equal_shares():
 def test_more_components_than_there_are_is_refused():
     with pytest.raises(ModelMixError, match="components = 48 is more than there are here: give 47 or fewer"):
         Whitened(Scattering(device="cpu"), "scenes", 48).shape(images())
-    with pytest.raises(ModelMixError, match="there are no synthetic 'photographs': choose scenes or silhouettes"):
+    with pytest.raises(
+        ModelMixError, match="there are no synthetic 'photographs': choose scenes or silhouettes or characters"
+    ):
         Whitened(Scattering(device="cpu"), "photographs", 4)
 
 

@@ -16,11 +16,12 @@ from modelmix.cli.options import Json
 def prior(
     out: Annotated[Path, typer.Option(help="The file of weights to write, .npz.")] = Path("prior.npz"),
     steps: Annotated[int, typer.Option(help="Steps of the lesson.")] = 10_000,
-    batch: Annotated[int, typer.Option(help="Images in a step, of which two views each are compared.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Images in a step; of scenes, two views of each are compared.")] = 1024,
     images: Annotated[int, typer.Option(help="Synthetic images to make.")] = 200_000,
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 2e-3,
     width: Annotated[int, typer.Option(help="Of the WRN-16 that learns.")] = 4,
     seed: Annotated[int, typer.Option(help="Of images, views and weights.")] = 0,
+    of: Annotated[str, typer.Option(help="scenes, or characters: to read, for data with digits.")] = "scenes",
     device: Annotated[str | None, typer.Option(help="cpu, cuda; default: what is there.", show_default=False)] = None,
     json: Json = False,
 ) -> None:
@@ -31,10 +32,11 @@ def prior(
     modelmix train recipe.toml        (with: prior = "prior.npz", and features = "prior" for a head on its features)
     """
     from modelmix.features.prior import Lesson, learn
+    from modelmix.features.reading import learn_to_read
     from modelmix.features.weights import save
     from modelmix.training import Performance
 
-    lesson = Lesson(images=images, steps=steps, batch=batch, lr=lr, width=width, seed=seed)
+    lesson = Lesson(images=images, steps=steps, batch=batch, lr=lr, width=width, seed=seed, of=of)
     where = Performance(device=device).find_device()
     start = time.monotonic()
     losses: list[tuple[int, float]] = []
@@ -43,7 +45,8 @@ def prior(
         losses.append((step, loss))
         print(f"step {step:,} of {steps:,}: loss {loss:.3f}, {time.monotonic() - start:.0f} s", file=sys.stderr)
 
-    save(learn(lesson, where, said), lesson, out)
+    network = learn_to_read(lesson, where, said) if of == "characters" else learn(lesson, where, said)
+    save(network, lesson, out)
     seconds = round(time.monotonic() - start, 1)
     if json:
         print(show.as_json({"file": str(out), "loss": losses[-1][1], "seconds": seconds, "losses": losses}))

@@ -86,7 +86,15 @@ def train(
     ] = None,
     components: Annotated[
         int | None,
-        _option("--components", "Directions that are kept of features whitened by synthetic images.", _LEARNING),
+        _option("--components", "Directions that are kept of whitened features.", _LEARNING),
+    ] = None,
+    public: Annotated[
+        str | None,
+        _option("--public", "For --normalise public: .npz file with images x that nobody has to protect.", _LEARNING),
+    ] = None,
+    mirror: Annotated[
+        bool | None,
+        _option("--mirror/--no-mirror", "Add to features what is seen in the mirror image, or do not.", _LEARNING),
     ] = None,
     prior: Annotated[
         str | None,
@@ -142,6 +150,8 @@ def train(
         "unit_length": unit_length,
         "normalise": normalise,
         "components": components,
+        "public": public,
+        "mirror": mirror,
         "prior": prior,
         "seed": seed,
     }

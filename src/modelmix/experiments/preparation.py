@@ -74,13 +74,13 @@ def prepare(
         run: the folder of a run that goes on: its released moments are used again.
         data_dir: where public images are looked for by name.
     """
-    if recipe.public is not None:
-        images = public_images(recipe.public, data.shape, data_dir)
+    images = None if recipe.public is None else public_images(recipe.public, data.shape, data_dir)
+    if images is not None and recipe.embeds:
         labels = random_labels(len(images), len(data.classes))
         return Prepared(data, device, embedding=Embedding((images, labels), recipe.basis or 1000, recipe.groups or 3))
     if recipe.features is None:
         return Prepared(data, device)
-    transform = sources.transform(recipe, device)
+    transform = sources.transform(recipe, device, images)
     if recipe.components is not None:  # in one call, so that both are in the same directions
         both = cached(transform, torch.cat([data.train.x, data.test.x]))
         train, test = both[: len(data.train)], both[len(data.train) :]

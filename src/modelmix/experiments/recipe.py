@@ -85,22 +85,24 @@ class Recipe:
 
     image_size is the side to which the images of a folder are scaled; nothing else takes it.
 
-    prior is "synthetic", which comes with the package, or a file of ``modelmix prior``: the network starts from its
-    weights, or, with features = "prior", is trained on what it sees.
+    prior is "synthetic" or "characters", which come with the package, or a file of ``modelmix prior``: the network
+    starts from its weights, or, with features = "prior", is trained on what it sees.
 
-    public is a file of images in whose directions gradients are embedded, by a mechanism that does: embeddings are then
-    clipped to embedding_clip and residuals to clip, with basis vectors (1000) in groups (3) of the parameters.
+    public is a file of images that nobody has to protect. A mechanism that embeds gradients does so in the directions
+    of theirs: embeddings are clipped to embedding_clip and residuals to clip, with basis vectors (1000) in groups (3)
+    of the parameters. Without such a mechanism they whiten features.
 
     features trains on what something sees in the images instead of the images: "scatter", "patches", "prior" (or the
     file of a prior itself), "patches+prior", a pretrained network by name, an .onnx file, or package.module:function,
     which takes images, or, with a file of weights, builds a network. feature_size, pixels and unit_length: see
-    ``Inputs`` and ``Extractor``. mirror = false leaves mirror images out of the features of patches and priors.
+    ``Inputs`` and ``Extractor``. mirror adds what is seen in the mirror image; left out, patches and priors do so, and
+    networks and functions do not.
 
     With features = "scatter", normalise = "group" makes every group of their
     channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
     moments released by noise of multiplier normalise_noise on channel means clipped to mean_clip and channel second
-    moments clipped to square_clip, and epsilon counts them. normalise = "scenes" or "silhouettes" whitens features by
-    synthetic images of that kind and keeps so many components; free.
+    moments clipped to square_clip, and epsilon counts them. normalise = "scenes", "silhouettes" or "characters" whitens
+    features by synthetic images of that kind, "public" by those of public, and keeps so many components; free.
     """
 
     name: str = "run"
@@ -113,7 +115,7 @@ class Recipe:
     feature_size: int | None = None
     pixels: str | None = None
     unit_length: bool = False
-    mirror: bool = True
+    mirror: bool | None = None
     normalise: str | None = None
     components: int | None = None
     normalise_noise: float = 8.0
@@ -159,6 +161,8 @@ class Recipe:
         elif any(getattr(self, name) is not None for name in _MIXING):
             raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
         sources.check(self)
+        if self.mirror and (self.features is None or sources.kind_of(self.features) not in sources.EXTRACTORS):
+            object.__setattr__(self, "mirror", None)  # what is meant anyhow is written one way
         self._check_embedding()
         probability("delta", self.delta, "the failure probability")
         for name, meaning in _POSITIVE.items():
@@ -175,9 +179,11 @@ class Recipe:
             raise ModelMixError(f"a recipe for {self.mechanism} needs one of {', '.join(names)}: it has {found}.")
 
     def _check_embedding(self) -> None:
-        needed, allowed = ("public", "embedding_clip"), ("public", "embedding_clip", "basis", "groups")
+        needed, allowed = ("public", "embedding_clip"), ["public", "embedding_clip", "basis", "groups"]
         if self.embeds and any(getattr(self, name) is None for name in needed):
             raise ModelMixError(f"a recipe for {self.mechanism} needs {' and '.join(needed)}.")
+        if self.normalise == "public":
+            allowed.remove("public")
         if not self.embeds and any(getattr(self, name) is not None for name in allowed):
             raise ModelMixError(f"{self.mechanism} does not embed gradients: leave out {', '.join(allowed)}.")
         if self.embeds and self.features is not None:

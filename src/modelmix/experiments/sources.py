@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from modelmix.errors import ModelMixError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from modelmix.experiments.recipe import Recipe
     from modelmix.features.cache import Transform
+    from modelmix.features.extractor import Extractor
 
 PRETRAINED = ("efficientnet-lite0", "efficientnet-lite2")
 FIXED = ("scatter", "patches", "prior", "patches+prior")
 NAMES = (*FIXED, *PRETRAINED)
-SYNTHETIC = ("scenes", "silhouettes")
-NORMALISATIONS = ("group", "private", *SYNTHETIC)
+SYNTHETIC = ("scenes", "silhouettes", "characters")
+WHITENINGS = (*SYNTHETIC, "public")
+NORMALISATIONS = ("group", "private", *WHITENINGS)
+EXTRACTORS = ("pretrained", "onnx", "own")
 
 _KINDS = "a file ending in .onnx or .npz, or package.module:function"
 
@@ -49,14 +54,16 @@ def check(recipe: Recipe) -> None:
         raise ModelMixError(
             f"normalise = {recipe.normalise!r} is unknown: choose {' or '.join(NORMALISATIONS)}, or leave it out."
         )
-    if recipe.normalise in SYNTHETIC and kind is None:
+    if recipe.normalise in WHITENINGS and kind is None:
         raise ModelMixError(f"normalise = {recipe.normalise!r} whitens features: give features as well.")
     if recipe.normalise in ("group", "private") and kind != "scatter":
         raise ModelMixError(f'normalise = {recipe.normalise!r} is for features = "scatter": leave one of them out.')
-    if (recipe.components is not None) != (recipe.normalise in SYNTHETIC):
-        raise ModelMixError(f"normalise = {' or '.join(SYNTHETIC)} needs components, and nothing else takes them.")
+    if (recipe.components is not None) != (recipe.normalise in WHITENINGS):
+        raise ModelMixError(f"normalise = {' or '.join(WHITENINGS)} needs components, and nothing else takes them.")
+    if recipe.normalise == "public" and recipe.public is None:
+        raise ModelMixError('normalise = "public" needs public, a file of images that nobody has to protect.')
     if recipe.prior is None and recipe.features in ("prior", "patches+prior"):
-        raise ModelMixError(f'features = "{recipe.features}" needs prior = "synthetic", or the file of modelmix prior.')
+        raise ModelMixError(f'features = "{recipe.features}" needs prior: synthetic, characters, or a file.')
     if recipe.prior is not None and recipe.features not in (None, "prior", "patches+prior"):
         raise ModelMixError('a prior has features of its own: give features = "prior", or leave prior out.')
     clips = (recipe.mean_clip, recipe.square_clip)
@@ -64,8 +71,8 @@ def check(recipe: Recipe) -> None:
         recipe.normalise != "private" and any(clip is not None for clip in clips)
     ):
         raise ModelMixError('normalise = "private" needs mean_clip and square_clip, and nothing else takes them.')
-    if not recipe.mirror and kind not in ("patches", "prior", "patches+prior"):
-        raise ModelMixError("mirror = false is for features of patches and priors: leave it out.")
+    if recipe.mirror is False and kind in (None, "scatter"):
+        raise ModelMixError("mirror = false is for features of patches, priors and networks: leave it out.")
     network = kind == "onnx" or (kind == "own" and recipe.weights is not None)
     for name, allowed, what in (
         ("weights", kind == "own", 'features = "package.module:function"'),
@@ -75,14 +82,14 @@ def check(recipe: Recipe) -> None:
             network or kind == "pretrained",
             "pretrained networks, .onnx files, and functions with weights",
         ),
-        ("unit_length", kind in ("pretrained", "onnx", "own"), "pretrained networks, .onnx files and own functions"),
+        ("unit_length", kind in EXTRACTORS, "pretrained networks, .onnx files and own functions"),
     ):
         if getattr(recipe, name) not in (None, False) and not allowed:
             raise ModelMixError(f"{name} is for {what}: leave it out.")
 
 
-def transform(recipe: Recipe, device: torch.device) -> Transform:
-    """The features of a recipe, as they are cached."""
+def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None) -> Transform:
+    """The features of a recipe, as they are cached; ``public`` are the images that whiten them, if it asks for such."""
     from modelmix.features.whitening import Logarithm, Whitened
 
     found = _found(recipe, device)
@@ -90,29 +97,35 @@ def transform(recipe: Recipe, device: torch.device) -> Transform:
         return found
     if recipe.features == "scatter":
         found = Logarithm(found)
-    return Whitened(found, str(recipe.normalise), recipe.components)
+    return Whitened(found, str(recipe.normalise) if public is None else public, recipe.components)
 
 
 def _found(recipe: Recipe, device: torch.device) -> Transform:
-    from modelmix.features import Scattering
     from modelmix.features.frozen import Frozen
-    from modelmix.features.inputs import Inputs
-    from modelmix.features.onnx import onnx_file
-    from modelmix.features.own import own_function, own_network
     from modelmix.features.patches import Patches
-    from modelmix.features.pretrained import pretrained
+    from modelmix.features.scattering import Scattering
     from modelmix.features.weights import Prior
     from modelmix.features.whitening import Joined
 
-    name, unit = str(recipe.features), recipe.unit_length
+    name, mirror = str(recipe.features), recipe.mirror is not False
     kind = kind_of(name)
+    if kind in EXTRACTORS:
+        return dataclasses.replace(_extractor(recipe, kind, device), mirror=recipe.mirror is True)
     if kind == "scatter":
         return Scattering(device=device)
     if kind == "patches":
-        return Patches(device, recipe.mirror)
-    if kind in ("prior", "patches+prior"):
-        frozen = Frozen(Prior.load(recipe.prior or name), device, recipe.mirror)
-        return frozen if kind == "prior" else Joined((Patches(device, recipe.mirror), frozen))
+        return Patches(device, mirror)
+    frozen = Frozen(Prior.load(recipe.prior or name), device, mirror)
+    return frozen if kind == "prior" else Joined((Patches(device, mirror), frozen))
+
+
+def _extractor(recipe: Recipe, kind: str, device: torch.device) -> Extractor:
+    from modelmix.features.inputs import Inputs
+    from modelmix.features.onnx import onnx_file
+    from modelmix.features.own import own_function, own_network
+    from modelmix.features.pretrained import pretrained
+
+    name, unit = str(recipe.features), recipe.unit_length
     if kind == "pretrained":
         return pretrained(name, device, size=recipe.feature_size, unit_length=unit)
     inputs = Inputs(recipe.feature_size, recipe.pixels or "imagenet")

@@ -28,6 +28,7 @@ class Extractor:
         identity: all that the features depend on, as far as it can be known: hashes of weights and the like.
         unit_length: scales every image's features to the length 1, which costs nothing: it is done to each alone.
         at_once: images in a batch.
+        mirror: adds the features of the mirror image, for images whose meaning does not change with it.
     """
 
     name: str
@@ -36,13 +37,14 @@ class Extractor:
     identity: Mapping[str, object]
     unit_length: bool = False
     at_once: int = 64
+    mirror: bool = False
     version: ClassVar[int] = 1  # count up whenever the features of any image change
     _widths: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
-        return {**self.identity, "unit_length": self.unit_length}
+        return {**self.identity, "unit_length": self.unit_length, **({"mirror": True} if self.mirror else {})}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses images and functions that will not do."""
@@ -71,6 +73,12 @@ class Extractor:
             yield found
 
     def _features(self, images: Tensor) -> Tensor:
+        found = self._seen(images)
+        if self.mirror:
+            found = found + self._seen(images.flip(3))
+        return F.normalize(found, dim=1) if self.unit_length else found
+
+    def _seen(self, images: Tensor) -> Tensor:
         try:
             found = torch.as_tensor(self.function(images)).detach().cpu()
             found = found.flatten(1).float()
@@ -93,4 +101,4 @@ class Extractor:
                 f"features {self.source!r} are not finite for some image: check the scale of its inputs, or leave such "
                 "images out."
             )
-        return F.normalize(found, dim=1) if self.unit_length else found
+        return found

@@ -27,6 +27,9 @@ _CANVAS = 48  # of the images that views are cut from
 _GENERATED = 2048  # images at a time
 _WARM_UP = 0.05  # of the steps
 
+KINDS = ("scenes", "characters")
+"""What a lesson can be of."""
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -39,6 +42,7 @@ class Lesson:
         temperature: of the contrastive loss.
         width: of the WRN-16.
         seed: of everything.
+        of: "scenes", which are compared (`learn`), or "characters", which are named (`modelmix.features.reading`).
     """
 
     images: int = 200_000
@@ -48,6 +52,7 @@ class Lesson:
     temperature: float = 0.2
     width: int = 4
     seed: int = 0
+    of: str = "scenes"
 
     def __post_init__(self) -> None:
         for name in ("images", "steps", "width"):
@@ -55,6 +60,8 @@ class Lesson:
         whole("batch", self.batch, "the number of images in a step", 2)
         for name in ("lr", "temperature"):
             positive(name, getattr(self, name), f"the {name}")
+        if self.of not in KINDS:
+            raise ModelMixError(f"a lesson of {self.of!r} is not known: choose {' or '.join(KINDS)}.")
 
 
 def contrast(a: Tensor, b: Tensor, temperature: float) -> Tensor:
@@ -83,25 +90,50 @@ def learn(
         inside = network.head.in_features
         project = nn.Sequential(nn.Linear(inside, inside), nn.ReLU(), nn.Linear(inside, 128))
     network.head = nn.Identity()  # type: ignore[assignment]
-    model = nn.Sequential(network, project).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.AdamW(model.parameters(), lesson.lr, weight_decay=1e-4)
-    run: Any = torch.compile(model) if device.type == "cuda" else model
-    for step in range(lesson.steps):
+
+    def loss(step: int, run: Any) -> Tensor:
         some = torch.randint(lesson.images, (lesson.batch,), generator=generator, device=device)
         pair = torch.cat([views(images[some], generator) for _ in range(2)])
+        a, b = run(pair).chunk(2)
+        return contrast(a, b, lesson.temperature)
+
+    teach(nn.Sequential(network, project), lesson, device, loss, said)
+    return without_head(network, inside)
+
+
+def teach(
+    model: nn.Module,
+    lesson: Lesson,
+    device: torch.device,
+    loss: Callable[[int, Any], Tensor],
+    said: Callable[[int, float], None],
+) -> None:
+    """Trains a model in place by AdamW. ``loss`` gets the number of a step, from 0, and how to run the model."""
+    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.AdamW(model.parameters(), lesson.lr, weight_decay=1e-4)
+    compiled: Any = torch.compile(model) if device.type == "cuda" else model
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out: Tensor = compiled(x.contiguous(memory_format=torch.channels_last))
+        return out
+
+    for step in range(lesson.steps):
         for group in optimizer.param_groups:
             group["lr"] = lesson.lr * _share(step, lesson.steps)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            a, b = run(pair.contiguous(memory_format=torch.channels_last)).chunk(2)
-        loss = contrast(a, b, lesson.temperature)
+        found = loss(step, run)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        found.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 100 == 0 or step + 1 == lesson.steps:
-            value = loss.item()
+            value = found.item()
             if not math.isfinite(value):
                 raise ModelMixError(f"the loss is {value} after {step + 1} steps: give a smaller lr.")
             said(step + 1, value)
+
+
+def without_head(network: WideResNet16, inside: int) -> WideResNet16:
+    """The network on the CPU with a head that has seen nothing."""
     network.head = nn.Linear(inside, 10)
     nn.init.zeros_(network.head.weight)
     nn.init.zeros_(network.head.bias)

@@ -18,8 +18,8 @@ from modelmix.features.prior import Lesson
 from modelmix.files import write_atomically
 from modelmix.models.residual import WideResNet16
 
-BUILT_IN = "synthetic"
-"""The name of the prior that comes with the package."""
+BUILT_IN = {"synthetic": "synthetic-prior.npz", "characters": "characters-prior.npz"}
+"""The priors that come with the package, by name."""
 
 
 def save(network: WideResNet16, lesson: Lesson, path: str | Path) -> None:
@@ -45,8 +45,9 @@ class Prior:
 
     @classmethod
     def load(cls, path: str | Path) -> Prior:
-        """Reads a file of ``modelmix prior``; "synthetic" names the one of this package."""
-        path = Path(__file__).parent / "synthetic-prior.npz" if path == BUILT_IN else Path(path)
+        """Reads a file of ``modelmix prior``, or one of ``BUILT_IN``."""
+        own = BUILT_IN.get(str(path))
+        path = Path(path) if own is None else Path(__file__).parent / own
         try:
             content = path.read_bytes()
             with np.load(path, allow_pickle=False) as archive:

@@ -1,12 +1,14 @@
-"""Features in directions in which synthetic images vary alike: what a linear model learns in few steps.
+"""Features in directions in which synthetic or public images vary alike: what a linear model learns in few steps.
 
 Steps of private training are dear, and a linear model needs many where features are correlated. Correlations of the
-training images are private. Those of synthetic images are not and resemble them: features are centred and whitened by
-the mean and covariance of synthetic images' features. No private image is looked at, so this costs nothing.
+training images are private. Those of other images are not and resemble them: features are centred and whitened by the
+mean and covariance of the features of synthetic images, or of public ones. No private image is looked at, so this
+costs nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from modelmix.errors import ModelMixError
 from modelmix.features.cache import Transform, told
+from modelmix.features.characters import characters
 from modelmix.features.silhouettes import silhouettes
 from modelmix.features.synthetic import synthetic
 from modelmix.privacy.validation import whole
@@ -26,11 +29,16 @@ from modelmix.privacy.validation import whole
 LENGTH = 5.0
 """Of the features of every image. The bias of a linear model has the input 1: a 26th of a gradient's square is its."""
 
-IMAGES: Mapping[str, Callable[[int, int, torch.Generator], Tensor]] = {"scenes": synthetic, "silhouettes": silhouettes}
+IMAGES: Mapping[str, Callable[[int, int, torch.Generator], Tensor]] = {
+    "scenes": synthetic,
+    "silhouettes": silhouettes,
+    "characters": characters,
+}
 """Synthetic images by name: count, side, generator -> uint8 N x 3 x side x side."""
 
 _COUNT = 8000
 _RIDGE = 2e-4  # of the whole variance, added to the variance of every direction
+_PUBLIC_RIDGE = 1e-3  # public images are fewer and know less of the directions in which they vary little
 _LARGEST = 64  # pixels of a side that are painted; larger images are these, enlarged
 _AT_ONCE = 500
 _SMALL = 0.005  # where the logarithm of a scattering coefficient begins to bend
@@ -38,25 +46,25 @@ _SMALL = 0.005  # where the logarithm of a scattering coefficient begins to bend
 
 @dataclass(frozen=True, eq=False)
 class Whitened:
-    """The features of a transform, centred, whitened by synthetic images and scaled to length 5.
+    """The features of a transform, centred, whitened by images that are not private and scaled to length 5.
 
-    Another processor may find other directions in the same synthetic images: features that are to be used together must
-    come from one call.
+    Another processor may find other directions in the same images: features that are to be used together must come
+    from one call.
 
     Args:
         transform: of images.
-        images: of ``IMAGES``.
+        images: of ``IMAGES``; or public images, uint8 of the shape of those that are transformed.
         components: how many directions are kept, those of largest variance.
     """
 
     transform: Transform
-    images: str
+    images: str | Tensor
     components: int
 
     version: ClassVar[int] = 1  # count up whenever the features of any image change
 
     def __post_init__(self) -> None:
-        if self.images not in IMAGES:
+        if isinstance(self.images, str) and self.images not in IMAGES:
             raise ModelMixError(f"there are no synthetic {self.images!r}: choose {' or '.join(IMAGES)}.")
         whole("components", self.components, "the number of components", 1)
 
@@ -68,12 +76,29 @@ class Whitened:
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
         inner = [self.transform.name, self.transform.version, self.transform.parameters]
-        return {"of": inner, "images": self.images, "components": self.components, "count": _COUNT, "ridge": _RIDGE}
+        images = self.images
+        if not isinstance(images, str):
+            images = hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest()
+        return {
+            "of": inner,
+            "images": images,
+            "components": self.components,
+            "count": self._count,
+            "ridge": self._ridge,
+        }
+
+    @property
+    def _count(self) -> int:
+        return _COUNT if isinstance(self.images, str) else len(self.images)
+
+    @property
+    def _ridge(self) -> float:
+        return _RIDGE if isinstance(self.images, str) else _PUBLIC_RIDGE
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses what has fewer features than components."""
         n, *features = self.transform.shape(images)
-        most = min(_COUNT - 1, torch.Size(features).numel())
+        most = min(self._count - 1, torch.Size(features).numel())
         if self.components > most:
             raise ModelMixError(f"components = {self.components} is more than there are here: give {most} or fewer.")
         return n, self.components
@@ -86,12 +111,15 @@ class Whitened:
             yield LENGTH * F.normalize((batch.flatten(1) - mean) @ rows.T, dim=1)
 
     def _directions(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean of features of synthetic images of this size, and the directions over their deviations."""
+        """The mean of features of images that are not private, and the directions over their deviations."""
         colours, *size = like.shape[1:]
         side = max(size)
-        seen = IMAGES[self.images](_COUNT, min(side, _LARGEST), torch.Generator("cpu").manual_seed(0))[:, :colours]
-        with torch.no_grad():
+        if isinstance(self.images, str):
+            seen = IMAGES[self.images](_COUNT, min(side, _LARGEST), torch.Generator("cpu").manual_seed(0))[:, :colours]
             features = told(f"synthetic {self.images}", _COUNT, _sized(self.transform, seen, side, size))
+        else:
+            features = told("public images", self._count, self.transform.batches(self.images))
+        with torch.no_grad():
             x = torch.cat([batch.flatten(1) for batch in features])
             mean = x.mean(0)
             x -= mean
@@ -107,7 +135,7 @@ class Whitened:
             else:
                 values, vectors = torch.linalg.eigh(x.T @ x / len(x))
             kept, along = values[-self.components :].clamp_min(0), vectors[:, -self.components :]
-            rows = (along / (kept + _RIDGE).sqrt()).T * scale
+            rows = (along / (kept + self._ridge).sqrt()).T * scale
         return mean, rows
 
 
