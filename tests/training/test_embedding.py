@@ -81,6 +81,18 @@ def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span():
     assert torch.allclose(basis.reconstruct(x), v @ x)
 
 
+@pytest.mark.parametrize("spread", [0.0, -4.0, -9.0])
+def test_columns_are_orthonormal_however_alike_they_were(spread):
+    g = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(300, 20, generator=g, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(20, 20, generator=g, dtype=torch.float64))
+    vectors = left * torch.logspace(0, spread, 20, dtype=torch.float64) @ right
+    assert (module._by_cholesky(vectors) is None) == (spread < -5)  # then by the slower way
+    found = module._orthonormal(vectors)
+    torch.testing.assert_close(found.T @ found, torch.eye(20, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found @ (found.T @ left), left, rtol=0, atol=1e-6)
+
+
 def test_a_start_follows_the_strongest_directions():
     """One power iteration squares the spectrum: of public gradients with a decaying one, most is kept."""
     spectrum = 0.8 ** torch.arange(D)
