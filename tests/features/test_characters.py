@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from modelmix.errors import ModelMixError
-from modelmix.features.characters import ALPHABET, CLASSES, characters, labelled_characters
+from modelmix.features.alphabet import ALPHABET, CLASSES
+from modelmix.features.characters import characters, labelled_characters
 from modelmix.features.prior import Lesson
 from modelmix.features.reading import learn_to_read, looks
 from modelmix.features.weights import Prior

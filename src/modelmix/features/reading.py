@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
 from modelmix.data.dataset import to_float
-from modelmix.features.characters import CLASSES, labelled_characters
+from modelmix.features.alphabet import CLASSES
+from modelmix.features.characters import labelled_characters
 from modelmix.features.prior import Lesson, teach, without_head
 from modelmix.features.views import SIDE
 from modelmix.models.residual import WideResNet16
