@@ -233,17 +233,22 @@ class EmbeddingClip:
 
         shrink = torch.ones_like(norms)
         out = summed(None)
-        if self.c < math.inf:
+        fits = self._fits(out.whole, self.c)
+        if not bool(fits.all()):
             power, top = out.whole
-            shrink = _scale(self.c, power.sqrt()).minimum(_scale(self.c / math.sqrt(self.p), top))
-            if bool((shrink < 1).any()):
-                out = summed(shrink[:, None])
+            smaller_still = _scale(self.c, power.sqrt()).minimum(_scale(self.c / math.sqrt(self.p), top))
+            shrink = torch.where(fits, shrink, smaller_still)
+            out = summed(shrink[:, None])
         released = torch.cat(embeddings, 1) * shorter * shrink[:, None]
         ok = (released.square().sum(1).sqrt() <= self.c0 * (1 - MARGIN / 2)).all()
-        for (power, top), c in ((out.residual, self.c1), (out.whole, self.c)):
-            ok = ok & (power.sqrt() <= c * (1 - MARGIN / 2)).all() & (top <= c / math.sqrt(self.p)).all()
+        ok = ok & self._fits(out.residual, self.c1).all() & self._fits(out.whole, self.c).all()
         total = torch.where(ok, out.total, torch.nan)
         return released.sum(0), ClippedSum(total, torch.where(fine, norms, torch.nan), out.cuts, drawn)
+
+    def _fits(self, sizes: tuple[Tensor, Tensor], c: float) -> Tensor:
+        """Which rows have norms below c, with half the margin left, and coordinates below c/sqrt(p)."""
+        power, top = sizes
+        return (power.sqrt() <= c * (1 - MARGIN / 2)) & (top <= c / math.sqrt(self.p))
 
     def _piece(
         self, g: Tensor, e: Tensor, v: Tensor, rows: Tensor, shorter: Tensor, smaller: Tensor
