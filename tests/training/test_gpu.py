@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from scipy import stats
 from torch import nn
 
 from modelmix import Mechanism, Performance, Trainer
 from modelmix.training import Randomness
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine
+from modelmix.training.keystream import by_torch, chacha20
 from modelmix.training.parameters import FlatParameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -93,11 +95,18 @@ def test_memory_does_not_grow_with_the_batch():
     assert peaks[1] <= 1.05 * peaks[0]
 
 
-def test_noise_made_on_the_device_is_the_same_noise():
-    for kind in ("uniform", "gaussian", "laplace"):
-        here, there = (getattr(Randomness(5).step(), kind)("noise", 1001, device) for device in ("cpu", "cuda"))
-        assert there.dtype == torch.float64
-        torch.testing.assert_close(there.cpu(), here, rtol=1e-14, atol=1e-14)
+@pytest.mark.parametrize("count", [1, 9, 300_001])
+def test_noise_of_the_device_is_what_torch_makes_of_the_same_key(count):
+    key = bytes(range(1, 33))
+    assert torch.equal(chacha20(key, count, "cuda").cpu(), by_torch(key, -(-count // 8), "cpu")[:count])
+
+
+def test_the_law_of_noise_on_the_device():
+    step = Randomness(5).step()
+    noise, mixing = step.gaussian("noise", 100_001, "cuda"), step.uniform("mixing", 100_001, "cuda")
+    assert noise.dtype == mixing.dtype == torch.float64
+    assert stats.kstest(noise.cpu().numpy(), "norm").pvalue > 1e-6
+    assert stats.kstest(mixing.cpu().numpy(), "uniform").pvalue > 1e-6
 
 
 def test_training_on_the_device_spends_what_it_spends_elsewhere():

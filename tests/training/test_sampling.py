@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 
 import numpy as np
@@ -14,9 +16,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import modelmix as mm
-from modelmix.errors import ModelMixError
-from modelmix.training import Performance, Randomness, Trainer, randomness, sampling
-from modelmix.training.rules import Rule, State, prepare_draws, take_step
+from modelmix.training import Performance, Randomness, Trainer, sampling
+from modelmix.training.randomness import StepRandomness
 from modelmix.training.sampling import Ahead, as_source, pieces
 
 
@@ -179,15 +180,6 @@ def test_randomness_is_never_reused_and_never_goes_back():
     assert not Randomness().seeded
 
 
-def test_what_is_prepared_ahead_is_what_would_have_been_drawn():
-    for prepared in (7, 8, 100):  # also where more or less was prepared than is drawn
-        ahead, plain = (Randomness(5).step() for _ in range(2))
-        ahead.prepare("noise", prepared)
-        assert torch.equal(ahead.gaussian("noise", 7), plain.gaussian("noise", 7))
-        with pytest.raises(ModelMixError, match="drawn already"):
-            ahead.gaussian("noise", 7)
-
-
 def test_draws_made_early_are_the_same_draws_in_the_same_order():
     made = []
 
@@ -206,22 +198,40 @@ def test_draws_made_early_are_the_same_draws_in_the_same_order():
     assert found == made == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("rule", "mechanism"),
-    [
-        ("plain", mm.Mechanism(1.0, 0.5)),
-        ("mix", mm.Mechanism(1.0, 0.5, mixing_width=2.0)),
-        ("plain", mm.Mechanism(1.0, 0.5, law="laplace")),
-    ],
-)
-@pytest.mark.parametrize("count", [6, 7])
-def test_what_a_step_draws_is_prepared_and_nothing_else(monkeypatch, rule, mechanism, count):
-    draws, rule = Randomness(5).step(), Rule(rule)
-    prepare_draws(rule, mechanism, draws, count)
-    monkeypatch.setattr(randomness, "_derive", None)  # nothing more is computed afterwards
-    state = State(*(torch.zeros(count, dtype=torch.float64) for _ in range(3)))
-    take_step(state, state.last, draws, rule=rule, mechanism=mechanism, clip=1.0, eta=0.1, expected_batch=3.0)
-    assert not draws._waiting
+def some_trainer(n: int = 40, **options) -> Trainer:
+    torch.manual_seed(0)
+    data = torch.randn(n, 3), torch.arange(n) % 2
+    return Trainer(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, seed=1, clip=1.0, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("failing", ["_measure", "_account"])
+def test_no_key_of_a_step_outlives_an_interrupt(monkeypatch, failing):
+    trainer = some_trainer(mechanism=mm.Mechanism(1.0, 0.3))
+    trainer.run(2)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, failing, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(3, evaluate_every=1)
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is StepRandomness]
+
+
+def test_a_trainer_can_be_copied():
+    trainer = some_trainer(mechanism=mm.Mechanism(1.0, 0.3)).run(2)
+    assert torch.equal(copy.deepcopy(trainer).state.last, trainer.state.last)
+
+
+def test_a_run_in_parts_is_the_run_where_augmentation_is_drawn_chunk_by_chunk():
+    plan = mm.Ledger().add(mm.Mechanism(1.0, 0.05), 3).add(mm.Mechanism(1.0, 0.9), 3)
+
+    def jitter(x, generator):
+        return x + torch.randn(x.shape, generator=generator)
+
+    trainers = [some_trainer(400, mechanism=plan, augment=jitter) for _ in range(2)]
+    assert torch.equal(trainers[0].run(6).state.last, trainers[1].run(4).run(2).state.last)
 
 
 def test_labels_of_one_step_are_unrelated_streams():

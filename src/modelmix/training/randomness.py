@@ -1,9 +1,9 @@
 """All the randomness of a run, passed in and never reached for.
 
-Noise that an attacker can predict is no noise, so every draw is a keystream of SHAKE-256, a cryptographic generator,
-under a 256-bit key from the operating system. The key moves forward by one hash a step: a checkpoint holds what
-resuming needs and nothing from which the noise of past steps could be computed. It does hold the future: keep it
-secret.
+Noise that an attacker can predict is no noise, so every draw is a keystream of a cryptographic generator under a key
+that comes from 256 bits of the operating system: SHAKE-256 on the processor, and for noise on an accelerator ChaCha20,
+which is made there. The key moves forward by one hash a step: a checkpoint holds what resuming needs and nothing from
+which the noise of past steps could be computed. It does hold the future: keep it secret.
 
 A seed makes a run repeatable, for tests; whoever knows it can take the noise away.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
+from modelmix.training.keystream import KEY_BYTES, chacha20
 
-_KEY_BYTES = 32
 _UNIT = 2.0**-53
 
 
@@ -34,23 +34,16 @@ class StepRandomness:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._drawn: set[str] = set()
-        self._waiting: dict[str, bytes] = {}
-
-    def prepare(self, label: str, words: int) -> None:
-        """Computes the stream behind a coming draw already now, while an accelerator is busy with something else."""
-        self._waiting[label] = _derive(self._key, label, 8 * words)
 
     def _words(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """``count`` uniform 64-bit words, as int64."""
         if label in self._drawn:
             raise ModelMixError(f"the {label} of this step was drawn already: randomness is never reused.")
         self._drawn.add(label)
-        stream = self._waiting.pop(label, b"")
-        if len(stream) != 8 * count:
-            stream = _derive(self._key, label, 8 * count)
-        return torch.frombuffer(bytearray(stream or b"\0" * 8), dtype=torch.int64)[:count].to(device)
-
-    # The bits come from the processor's generator; what is made of them is made on ``device``, in float64 as well.
+        if torch.device(device).type != "cpu":
+            return chacha20(_derive(self._key, f"chacha20:{label}", KEY_BYTES), count, device)
+        stream = _derive(self._key, label, 8 * count)
+        return torch.frombuffer(bytearray(stream or b"\0" * 8), dtype=torch.int64)[:count]
 
     def uniform(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Uniform on (0, 1) in float64: odd multiples of 2^-54, never 0 and never 1."""
@@ -97,15 +90,15 @@ class Randomness:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ModelMixError(f"seed = {seed!r} is not a whole number: leave it out for randomness from the system.")
         self.seeded = seed is not None
-        self._key = os.urandom(_KEY_BYTES) if seed is None else _derive(f"seed {seed} ".encode(), "key", _KEY_BYTES)
+        self._key = os.urandom(KEY_BYTES) if seed is None else _derive(f"seed {seed} ".encode(), "key", KEY_BYTES)
 
     def step(self) -> StepRandomness:
         """The draws of the coming step."""
-        return StepRandomness(_derive(self._key, "step", _KEY_BYTES))
+        return StepRandomness(_derive(self._key, "step", KEY_BYTES))
 
     def advance(self) -> None:
         """Moves on to the next step and forgets the key of this one."""
-        self._key = _derive(self._key, "next", _KEY_BYTES)
+        self._key = _derive(self._key, "next", KEY_BYTES)
 
     def coming_steps(self) -> Iterator[StepRandomness]:
         """The draws of the coming steps in order, for fetching data ahead of time."""
@@ -126,6 +119,6 @@ class Randomness:
             out.seeded = bool(state["seeded"])
         except (KeyError, ValueError):
             raise ModelMixError("the checkpoint's randomness is not readable: restore the file.") from None
-        if len(out._key) != _KEY_BYTES:
+        if len(out._key) != KEY_BYTES:
             raise ModelMixError("the checkpoint's randomness is not readable: restore the file.")
         return out

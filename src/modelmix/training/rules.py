@@ -118,13 +118,6 @@ class Rule:
         return centre, gap
 
 
-def prepare_draws(rule: Rule, mechanism: Mechanism, draws: StepRandomness, count: int) -> None:
-    """Computes the bits that ``take_step`` will draw, while an accelerator is busy with something else."""
-    draws.prepare("noise", 2 * count if mechanism.law == "laplace" else 2 * ((count + 1) // 2))
-    if rule.name in _MIXING:
-        draws.prepare("mixing", count)
-
-
 def noise(mechanism: Mechanism, draws: StepRandomness, count: int, device: torch.device | str = "cpu") -> Tensor:
     """The noise of one step in units of the clip: the mechanism's own law."""
     if mechanism.law == "gaussian":

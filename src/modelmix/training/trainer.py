@@ -36,7 +36,7 @@ from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.record import Record
-from modelmix.training.rules import Rule, State, prepare_draws, take_step
+from modelmix.training.rules import Rule, State, take_step
 from modelmix.training.sampling import Ahead, Chunk, TensorSource, as_source
 from modelmix.training.schedules import Schedule, schedule
 
@@ -290,6 +290,7 @@ class Trainer:
             self._keep()  # the last whole state; what failed has changed nothing
             raise
         finally:
+            self._coming = Ahead(())  # it holds keys, and none may outlive the state that used it
             self._write_model()
 
     def _draws(self, steps: int) -> Iterator[Tensor]:
@@ -355,11 +356,8 @@ class Trainer:
                     parts.append(part)
                 total += parts[-1].total
         self._watch.check()
-        # All the work is handed over before its outcome is looked at: an accelerator never waits for us, and what
-        # randomness costs is spent while it works.
-        if self._device.type != "cpu":
-            prepare_draws(self._rule, mechanism, draws, self._flat.size)
-            self._coming.look()
+        # All the work is handed over before its outcome is looked at: an accelerator does not wait for the next draw.
+        self._coming.look()
         met = ClippedSum.joined(total, parts)
         if self._nonfinite == "stop" and not bool(torch.isfinite(met.norms).all()):
             raise ModelMixError(
@@ -424,7 +422,10 @@ class Trainer:
         return [self._plan]
 
     def _chunk_size(self) -> int:
-        return self._performance.chunk_for(self.expected_batch, self._flat.size, self._multiplicity)
+        """By the largest batch of the whole plan: augmentation is drawn chunk by chunk, wherever a run is resumed."""
+        plan = [phase.mechanism for phase in self._plan.phases] if isinstance(self._plan, Ledger) else [self._plan]
+        batch = max(mechanism.sample_rate for mechanism in plan) * self._source.n
+        return self._performance.chunk_for(batch, self._flat.size, self._multiplicity)
 
     def _norm_layers(self) -> Tensor:
         """1 for every coordinate of a norm layer."""

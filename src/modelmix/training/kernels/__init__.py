@@ -13,10 +13,10 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def has_kernels(x: Tensor) -> bool:
     """Whether this tensor lies where our kernels run."""
-    return x.is_cuda and x.dtype in _KERNEL_TYPES and _triton_is_there()
+    return x.is_cuda and x.dtype in _KERNEL_TYPES and triton_is_there()
 
 
-def _triton_is_there() -> bool:
+def triton_is_there() -> bool:
     try:
         import triton  # noqa: F401
     except ImportError:
