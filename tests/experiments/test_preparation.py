@@ -139,5 +139,7 @@ def test_a_recipe_that_says_what_is_meant_anyhow_is_the_same_recipe():
     plain = Recipe(**{**BASE, "features": None, "model": "cnn"})
     assert plain.changed(mirror=True) == plain
     assert plain.changed(features="patches", mirror=True) == plain.changed(features="patches")
+    assert plain.changed(features="patches", mirror=False) != plain.changed(features="patches")
+    assert plain.changed(features="efficientnet-lite0", mirror=False) == plain.changed(features="efficientnet-lite0")
     assert plain.changed(features="efficientnet-lite0").mirror is None
     assert plain.changed(features="efficientnet-lite0", mirror=True).mirror is True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from modelmix.errors import ModelMixError
+from modelmix.features import reading
 from modelmix.features.alphabet import ALPHABET, CLASSES
 from modelmix.features.characters import characters, labelled_characters
 from modelmix.features.prior import Lesson
@@ -14,6 +17,18 @@ from modelmix.features.weights import Prior
 from modelmix.models.residual import WideResNet16
 
 LESSON = Lesson(images=24, steps=2, batch=8, width=1, of="characters")
+
+
+def test_images_are_drawn_anew_on_the_way(monkeypatch):
+    drawn = []
+
+    def counted(*arguments):
+        drawn.append(arguments[0])
+        return labelled_characters(*arguments)
+
+    monkeypatch.setattr(reading, "labelled_characters", counted)
+    learn_to_read(replace(LESSON, steps=17, batch=2), torch.device("cpu"))
+    assert drawn == [24, 24, 24]  # at first, and after eight and sixteen steps
 
 
 def made(count: int = 16, seed: int = 0, side: int = 32):

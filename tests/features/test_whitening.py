@@ -98,6 +98,11 @@ def test_whitened_public_images_vary_alike_in_all_directions(monkeypatch):
     torch.testing.assert_close(white.T @ white / 30, torch.eye(20), rtol=1e-3, atol=1e-3)
 
 
+def test_images_that_do_not_vary_cannot_whiten():
+    with pytest.raises(ModelMixError, match="do not vary: give images that differ"):
+        features(Whitened(Scattering(device="cpu"), torch.full((9, 3, 32, 32), 7, dtype=torch.uint8), 4), images(2))
+
+
 def test_what_whitens_is_part_of_the_name_of_a_cache():
     inner, public = Scattering(device="cpu"), images(6)
     other = public.clone()

@@ -161,7 +161,8 @@ class Recipe:
         elif any(getattr(self, name) is not None for name in _MIXING):
             raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
         sources.check(self)
-        if self.mirror and (self.features is None or sources.kind_of(self.features) not in sources.EXTRACTORS):
+        network = self.features is not None and sources.kind_of(self.features) in sources.EXTRACTORS
+        if self.mirror is not network:
             object.__setattr__(self, "mirror", None)  # what is meant anyhow is written one way
         self._check_embedding()
         probability("delta", self.delta, "the failure probability")

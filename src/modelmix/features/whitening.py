@@ -39,6 +39,7 @@ IMAGES: Mapping[str, Callable[[int, int, torch.Generator], Tensor]] = {
 _COUNT = 8000
 _RIDGE = 2e-4  # of the whole variance, added to the variance of every direction
 _PUBLIC_RIDGE = 1e-3  # public images are fewer and know less of the directions in which they vary little
+_VARIES = 1e-5  # of their mean, below which features differ by rounding and no more
 _LARGEST = 64  # pixels of a side that are painted; larger images are these, enlarged
 _AT_ONCE = 500
 _SMALL = 0.005  # where the logarithm of a scattering coefficient begins to bend
@@ -127,6 +128,9 @@ class Whitened:
             # Every block has its share of a variance of 1.
             share = (len(x) / len(blocks)) ** 0.5
             parts = torch.split(x, list(blocks), 1)
+            for part, middle in zip(parts, torch.split(mean, list(blocks)), strict=True):
+                if not bool(part.square().sum() > _VARIES**2 * len(x) * middle.square().sum()):
+                    raise ModelMixError("features of the images that whiten do not vary: give images that differ.")
             scale = torch.cat([share * part.square().sum().rsqrt().expand(part.shape[1]) for part in parts])
             x *= scale
             if len(x) < x.shape[1]:  # by products of images, of which there are fewer than features

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
 
 from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Ledger
@@ -41,11 +43,24 @@ _NOT_COVERED = (
 )
 
 
-def not_covered(ledger: Ledger, box: bool) -> list[str]:
+_SYNTHETIC = ("scatter", "patches", "prior", "patches+prior")  # features that no real image taught
+
+
+def not_covered(ledger: Ledger, box: bool, recipe: Mapping[str, Any]) -> list[str]:
     """What epsilon says nothing about, and what it rests on beside theorems; ``box``: the page shows diagnostics."""
     where = ", in the marked box below" if box else ""
     out = [_NOT_COVERED[0], f"diagnostics of the training: norms, clips and batch sizes{where}", *_NOT_COVERED[1:]]
-    return out + [f"what is assumed: {line}" for line in assumptions(ledger)]
+    return out + [f"what is assumed: {line}" for line in (*assumptions(ledger), *_assumed_by(recipe))]
+
+
+def _assumed_by(recipe: Mapping[str, Any]) -> list[str]:
+    """What only the recipe knows to be assumed."""
+    out, features = [], str(recipe.get("features") or "scatter")
+    if features not in _SYNTHETIC and not features.endswith(".npz"):
+        out.append(f"no private sample taught the network of the features, {features}")
+    if recipe.get("normalise") == "public":
+        out.append("the images by which features are whitened are public")
+    return out
 
 
 def assumptions(ledger: Ledger) -> list[str]:

@@ -2,10 +2,11 @@
 
 What is summed obeys the bounds, not only what was meant. Gradients are widened to float64 first, whatever the model's
 precision, and scale and truncation stay ``MARGIN`` below the bounds. With u = 2^-53 that pays for two roundings: the
-norm of d coordinates is off by at most d*u of itself, and one sample more or less in a sum of m moves it by that
-sample's clipped gradient and at most 2*m^2*u*c of rounding, in whichever order it is summed. Together they are below
-half the margin for d = 2^30 coordinates and batches of m = 2^15; the other half pays for an accelerator that scales in
-float32 (3 * 2^-24) and for gradients that are computed twice (2^-22).
+norm of d coordinates is off by at most d*u of itself, and one sample more or less in a sum of m, made of chunks of k,
+moves it by that sample's clipped gradient and at most 2*m*(k + m/k)*u*c of rounding, in whichever order a chunk is
+summed. Together they are below half the margin for d = 2^30 coordinates and batches of m = 2^15 in one chunk, or of
+2^18 in chunks of 2^11; the other half pays for an accelerator that scales in float32 (3 * 2^-24) and for gradients that
+are computed twice (2^-22).
 """
 
 from __future__ import annotations

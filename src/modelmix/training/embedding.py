@@ -151,7 +151,7 @@ def _by_cholesky(vectors: Tensor) -> Tensor | None:
     for _ in range(2):
         factor, failed = torch.linalg.cholesky_ex(vectors.T @ vectors)
         sizes = factor.diagonal()
-        if bool(failed) or bool(sizes.min() < _ALIKE * sizes.max()):
+        if bool(failed) or not bool(sizes.min() >= _ALIKE * sizes.max()):
             return None
         vectors = torch.linalg.solve_triangular(factor, vectors.T, upper=False).T
     return vectors
@@ -214,7 +214,7 @@ class EmbeddingClip:
         for part, v in basis.parts:
             g = columns(gradients, part)
             found.append(g @ v)
-            squares += torch.addmm(g, found[-1], v.T, alpha=-1).square_().sum(1)
+            squares += (g - found[-1] @ v.T).square_().sum(1)  # as in _piece, to the last bit
         lengths, norms = torch.cat(found, 1).square().sum(1).sqrt(), squares.sqrt()
         # A gradient that is not finite is no gradient: it adds nothing, and the caller is told.
         fine = torch.isfinite(lengths) & torch.isfinite(norms)

@@ -69,6 +69,6 @@ class Performance:
             wanted = max(16.0, min(expected_batch / 6, 1024.0 / copies))
             return min(fits, 1 << round(wanted - 1).bit_length())
         most = min(fits, max(1, _MOST // copies))
-        expected = math.ceil(expected_batch + 2 * math.sqrt(expected_batch))
+        expected = max(1, math.ceil(expected_batch + 2 * math.sqrt(expected_batch)))
         even = -(-expected // -(-expected // most))
         return min(most, -(-even // _TILE) * _TILE)
