@@ -171,6 +171,26 @@ def test_what_is_covered_and_what_is_not(tmp_path):
     assert "modelmix verify RUN --delta 1e-05" in text
 
 
+@pytest.mark.parametrize(
+    ("recipe", "assumed", "silent"),
+    [
+        ({}, [], ["network of the features", "whitened"]),
+        ({"features": "patches+prior", "normalise": "scenes"}, [], ["network of the features", "whitened"]),
+        ({"features": "mine.npz"}, [], ["network of the features"]),
+        ({"features": "net.onnx"}, ["no private sample taught the network of the features, net.onnx"], ["whitened"]),
+        ({"features": "scatter", "normalise": "public"}, ["by which features are whitened are public"], ["taught"]),
+    ],
+)
+def test_what_is_assumed_of_features_is_said(tmp_path, recipe, assumed, silent):
+    folder = a_run(tmp_path, MIXED)
+    config = json.loads((folder / "config.json").read_text())
+    dump(folder / "config.json", {**config, "recipe": recipe})
+    text = page_of(folder).text
+    found = text[text.index("Not covered") : text.index("Not covered") + 3000]
+    assert all(words in found for words in assumed)
+    assert not any(words in found for words in silent)
+
+
 def test_diagnostics_stand_in_a_marked_box(tmp_path):
     page = page_of(a_run(tmp_path, MIXED))
     assert ("class", "box") in page.attributes
