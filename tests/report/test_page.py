@@ -175,6 +175,7 @@ def test_what_is_covered_and_what_is_not(tmp_path):
     ("recipe", "assumed", "silent"),
     [
         ({}, [], ["network of the features", "whitened"]),
+        ("odd", [], ["network of the features", "whitened"]),
         ({"features": "patches+prior", "normalise": "scenes"}, [], ["network of the features", "whitened"]),
         ({"features": "mine.npz"}, [], ["network of the features"]),
         ({"features": "net.onnx"}, ["no private sample taught the network of the features, net.onnx"], ["whitened"]),

@@ -200,7 +200,7 @@ def _guarantee(run: Run, best: Line | None, public: bool) -> Html:
         tag("h3", "Covered"),
         bullets(words.COVERED),
         tag("h3", "Not covered"),
-        bullets(words.not_covered(run.ledger, box, run.config.get("recipe") or {})),
+        bullets(words.not_covered(run.ledger, box, run.recipe)),
     )
 
 

@@ -40,6 +40,12 @@ class Run:
         return settings
 
     @property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe of the run; empty if it had none."""
+        found = self.config.get("recipe")
+        return found if isinstance(found, dict) else {}
+
+    @property
     def unproved(self) -> tuple[str, ...]:
         """Why no epsilon is proved; empty where one is."""
         return self.ledger.unproved
