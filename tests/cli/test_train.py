@@ -250,6 +250,9 @@ def test_resume_begins_where_there_is_nothing(run, recipe, tmp_path):
 
 NONSENSE = {
     "two targets": (["{recipe}", "--epsilon", 2, "--z", 1], "--epsilon and --z say the same thing"),
+    "no run to resume": (["--out", "nowhere", "--resume"], "holds no run: check the folder"),
+    "mirror of pixels": (["{recipe}", "--mirror"], "mirror = true is for features of patches, priors and networks"),
+    "no such folder": (["--data", "nowhere", "--image-size", "32"], "is not there: allowed are"),
     "nothing to resume": (["{recipe}", "--resume"], "--resume needs --out"),
     "no such recipe": (["nowhere.toml"], "cannot read nowhere.toml"),
     "no recipe": (["{data}"], "give a .toml or .yaml recipe"),

@@ -96,14 +96,14 @@ def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_releas
         ({"features": None, "normalise": "group"}, "normalise = 'group' is for features"),
         ({"features": "patches", "normalise": "group"}, "normalise = 'group' is for features"),
         ({"features": None, "normalise": "scenes", "components": 4}, "give features as well"),
-        ({"normalise": "scenes"}, "needs components, and nothing else takes them"),
-        ({"components": 4}, "needs components, and nothing else takes them"),
+        ({"normalise": "scenes"}, "normalise = 'scenes' needs components"),
+        ({"components": 4}, "components are for normalise = scenes, silhouettes"),
         ({"normalise": "scenes", "components": 0}, "components = 0"),
         ({"features": "patches+prior"}, "needs prior: synthetic, characters, or a file"),
         ({"prior": "synthetic"}, "a prior has features of its own"),
         ({"mirror": False}, "mirror = false is for features of patches, priors and networks"),
         ({"normalise": "public", "components": 4}, 'normalise = "public" needs public'),
-        ({"normalise": "public", "public": "p.npz"}, "needs components, and nothing else takes them"),
+        ({"normalise": "public", "public": "p.npz"}, "normalise = 'public' needs components"),
         ({"public": "p.npz"}, "does not embed gradients: leave out public"),
         ({"normalise": "public", "components": 4, "public": "p.npz", "basis": 3}, "leave out embedding_clip, basis"),
         ({"normalise": "private", "mean_clip": 1.0}, "needs mean_clip and square_clip"),
@@ -131,7 +131,7 @@ def test_public_images_whiten_features_and_cost_nothing(data, tmp_path):
     assert prepared.embedding is None
     assert prepared.spent == Ledger()
     np.savez(tmp_path / "public.npz", x=x.numpy()[:, :, :-1])
-    with pytest.raises(ModelMixError, match="and the network takes"):
+    with pytest.raises(ModelMixError, match="and the private ones"):
         prepare(recipe, data, torch.device("cpu"), data_dir=tmp_path)
 
 

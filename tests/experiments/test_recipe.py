@@ -190,7 +190,7 @@ NONSENSE = {
     "images of no size": ({"image_size": 0}, "image_size = 0"),
     "unit length of pixels": ({"unit_length": True}, "unit_length is for pretrained networks"),
     "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
-    "components of pixels": ({"components": 5}, "needs components, and nothing else takes them"),
+    "components of pixels": ({"components": 5}, "components are for normalise = scenes"),
     "mirrored pixels": ({"mirror": False}, "mirror = false is for features of patches, priors and networks"),
     "normalised pixels": ({"normalise": "group"}, "normalise = 'group' is for features"),
     "clips of no moments": (

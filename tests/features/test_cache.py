@@ -166,9 +166,9 @@ def test_an_unknown_format(tmp_path):
 
 
 def test_whoever_waits_is_told_how_far_it_is(monkeypatch, caplog):
-    now = iter([0.0, 10.0, 20.0, 30.0, 40.0, 50.0])
+    now = iter([0.0, 100.0, 120.0, 130.0, 140.0])  # what comes before the first batch says nothing about the others
     monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: next(now)))
     batches = [torch.zeros(5, 2)] * 4
     with caplog.at_level("INFO", logger="modelmix"):
         assert len(list(cache.told("scattering", 20, batches))) == 4
-    assert caplog.messages == ["scattering: features of 10 of 20 images, 20 s left"]
+    assert caplog.messages == ["scattering: features of 10 of 20 images, 40 s left"]

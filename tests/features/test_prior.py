@@ -206,3 +206,16 @@ def test_the_command_writes_a_prior_and_says_so(tmp_path, capsys):
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["file"] == str(path)
     assert Prior.load(path).lesson.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("out", "why"), [("there.npz", "is there already"), ("no/there.npz", "has no folder to lie in")]
+)
+def test_a_place_that_will_not_do_is_refused_before_anything_is_learned(tmp_path, capsys, out, why):
+    from modelmix.cli import main
+
+    (tmp_path / "there.npz").write_bytes(b"something")
+    with pytest.raises(SystemExit) as ended:
+        main(["prior", "--out", str(tmp_path / out), "--device", "cpu"])
+    assert ended.value.code == 2
+    assert f"{why}: choose another --out" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import typer
 
 from modelmix.cli import show
 from modelmix.cli.options import Json
+from modelmix.errors import ModelMixError
 
 
 def prior(
@@ -19,7 +20,12 @@ def prior(
     batch: Annotated[int, typer.Option(help="Images in a step; of scenes, two views of each are compared.")] = 1024,
     images: Annotated[int, typer.Option(help="Synthetic images to make.")] = 200_000,
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 2e-3,
-    width: Annotated[int, typer.Option(help="Of the WRN-16 that learns.")] = 4,
+    width: Annotated[
+        int,
+        typer.Option(
+            help="Of the WRN-16 that learns; all weights can be trained on if it is 4, features serve in any case."
+        ),
+    ] = 4,
     seed: Annotated[int, typer.Option(help="Of images, views and weights.")] = 0,
     of: Annotated[str, typer.Option(help="scenes, or characters: to read, for data with digits.")] = "scenes",
     device: Annotated[str | None, typer.Option(help="cpu, cuda; default: what is there.", show_default=False)] = None,
@@ -29,6 +35,7 @@ def prior(
 
     \b
     modelmix prior --out prior.npz
+    modelmix prior --of characters --out reads.npz
     modelmix train recipe.toml        (with: prior = "prior.npz", and features = "prior" for a head on its features)
     """
     from modelmix.features.prior import Lesson, learn
@@ -36,6 +43,9 @@ def prior(
     from modelmix.features.weights import save
     from modelmix.training import Performance
 
+    if out.exists() or not out.parent.is_dir():
+        why = "is there already" if out.exists() else "has no folder to lie in"
+        raise ModelMixError(f"{out} {why}: choose another --out.")
     lesson = Lesson(images=images, steps=steps, batch=batch, lr=lr, width=width, seed=seed, of=of)
     where = Performance(device=device).find_device()
     start = time.monotonic()

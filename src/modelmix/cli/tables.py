@@ -44,6 +44,7 @@ def print_recipe(table: str, choice: Choice) -> None:
         raise ModelMixError("--print-recipe is for one run: give one --row and one --kind.")
     recipe = tables.row(table, choice.rows[0]).recipe(choice.kinds[0], choice.first_seed)
     changes = {name: getattr(choice, name) for name in ("steps", "batch") if getattr(choice, name) is not None}
+    print("# The seed is for public data only: whoever knows it can take the noise away.")
     print(recipe.changed(**changes).as_toml(), end="")
 
 

@@ -17,7 +17,7 @@ from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, 
 from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.experiments.sources import NAMES, NORMALISATIONS
+from modelmix.experiments.sources import NAMES, NORMALISATIONS, check_mirror
 from modelmix.privacy.accountant import epsilon as ledger_epsilon
 from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.privacy.ledger import Ledger
@@ -50,7 +50,10 @@ def train(
     ] = None,
     lr: Annotated[float | None, _option("--lr", "Learning rate eta, constant.", _LEARNING)] = None,
     momentum: Annotated[float | None, _option("--momentum", "From released states.", _LEARNING)] = None,
-    model: Annotated[str | None, _option("--model", "cnn, linear, mlp or package.module:function.", _LEARNING)] = None,
+    model: Annotated[
+        str | None,
+        _option("--model", "cnn, linear, mlp, resnet20, wrn-16-4, scatter-cnn, package.module:function.", _LEARNING),
+    ] = None,
     data: Annotated[
         str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
     ] = None,
@@ -75,7 +78,10 @@ def train(
         int | None, _option("--feature-size", "Side in pixels for the network of --features.", _LEARNING)
     ] = None,
     pixels: Annotated[
-        str | None, _option("--pixels", "What an .onnx file takes: imagenet, signed, unit, raw.", _LEARNING)
+        str | None,
+        _option(
+            "--pixels", "What an .onnx file or a network with --weights takes: imagenet, signed, unit, raw.", _LEARNING
+        ),
     ] = None,
     unit_length: Annotated[
         bool | None, _option("--unit-length", "Scale every image's features to the length 1.", _LEARNING)
@@ -98,7 +104,7 @@ def train(
     ] = None,
     prior: Annotated[
         str | None,
-        _option("--prior", "Weights to start from, or for --features prior: synthetic, or a file.", _LEARNING),
+        _option("--prior", "Weights to start from, or for --features prior: synthetic, characters, a file.", _LEARNING),
     ] = None,
     out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", RUN)] = None,
     resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", RUN)] = False,
@@ -161,9 +167,13 @@ def train(
         raise ModelMixError("--resume needs --out, the folder of the run to go on with.")
     asked = {name: value for name, value in given.items() if value is not None}
     begun = Recipe.of_run(out) if resume and out is not None and recipe is None else None
+    if resume and recipe is None and begun is None and not asked:
+        raise ModelMixError(f"{out} holds no run: check the folder, or leave out --resume to begin one.")
     if data is not None and recipe is None and begun is None:
         asked["name"] = Path(data).stem  # the default recipe is called after its own data
     chosen = (begun or Recipe.load(recipe or DEFAULT)).changed(**asked)
+    if mirror:
+        check_mirror(chosen)
     if show_recipe:
         plain = recipe is None and begun is None and not asked
         print(DEFAULT.read_text(encoding="utf-8") if plain else chosen.as_toml(), end="")
@@ -189,7 +199,10 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
     with needs_torch():
         from modelmix.data import load
         from modelmix.training import Performance
+        from modelmix.training.folder import RunFolder
     performance = Performance(**knobs._asdict())
+    if not resume:
+        RunFolder(folder).require_vacant()  # before features take their time
     with plain_warnings():
         data = load(recipe.data, data_dir, recipe.image_size)
         return recipe.trainer(data, folder=folder, resume=resume, performance=performance, data_dir=data_dir)

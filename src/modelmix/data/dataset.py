@@ -80,7 +80,7 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
             MODELMIX_DATA names, else ~/.cache/modelmix. `modelmix data fetch` puts them there.
         image_size: the side in pixels to which the images of a folder are scaled; nothing else takes it.
     """
-    if image_size is not None and not images.there(Path(source)):
+    if image_size is not None and (source in (DEFAULT, *catalogue.CATALOGUE) or Path(source).is_file()):
         raise ModelMixError("image_size is for a folder of images, train/<class>/*.png: leave it out.")
     if source == DEFAULT:
         return _assembled(DEFAULT, fashion.embedded(), fashion.CLASSES, owned=True)

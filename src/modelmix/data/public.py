@@ -41,5 +41,7 @@ def public_images(source: str | Path, shape: tuple[int, ...], data_dir: str | Pa
         ) from None
     images = torch.from_numpy(as_samples(f"{path}: x", x, True))
     if tuple(images.shape[1:]) != shape:
-        raise ModelMixError(f"the images of {path} are {tuple(images.shape[1:])} and the network takes {shape}.")
+        raise ModelMixError(
+            f"the images of {path} are {tuple(images.shape[1:])} and the private ones {shape}: scale them to that."
+        )
     return images

@@ -186,7 +186,10 @@ class Recipe:
         if self.normalise == "public":
             allowed.remove("public")
         if not self.embeds and any(getattr(self, name) is not None for name in allowed):
-            raise ModelMixError(f"{self.mechanism} does not embed gradients: leave out {', '.join(allowed)}.")
+            raise ModelMixError(
+                f"{self.mechanism} does not embed gradients: leave out {', '.join(allowed)}"
+                f"{' (public whitens features with normalise = public)' if 'public' in allowed else ''}."
+            )
         if self.embeds and self.features is not None:
             raise ModelMixError("gradients are embedded for networks on images: leave out features.")
 
@@ -210,7 +213,10 @@ class Recipe:
         """Reads a .toml, .yaml or .yml file."""
         data = read_mapping(path)
         try:
-            return cls.from_mapping(data)
+            recipe = cls.from_mapping(data)
+            if data.get("mirror"):
+                sources.check_mirror(recipe)
+            return recipe
         except ModelMixError as error:
             raise ModelMixError(f"{path}: {error}") from None
 

@@ -58,14 +58,18 @@ def check(recipe: Recipe) -> None:
         raise ModelMixError(f"normalise = {recipe.normalise!r} whitens features: give features as well.")
     if recipe.normalise in ("group", "private") and kind != "scatter":
         raise ModelMixError(f'normalise = {recipe.normalise!r} is for features = "scatter": leave one of them out.')
-    if (recipe.components is not None) != (recipe.normalise in WHITENINGS):
-        raise ModelMixError(f"normalise = {' or '.join(WHITENINGS)} needs components, and nothing else takes them.")
+    if recipe.normalise in WHITENINGS and recipe.components is None:
+        raise ModelMixError(f"normalise = {recipe.normalise!r} needs components, how many directions are kept.")
+    if recipe.components is not None and recipe.normalise not in WHITENINGS:
+        raise ModelMixError(f"components are for normalise = {', '.join(WHITENINGS)}: give one, or leave them out.")
     if recipe.normalise == "public" and recipe.public is None:
         raise ModelMixError('normalise = "public" needs public, a file of images that nobody has to protect.')
     if recipe.prior is None and recipe.features in ("prior", "patches+prior"):
         raise ModelMixError(f'features = "{recipe.features}" needs prior: synthetic, characters, or a file.')
     if recipe.prior is not None and recipe.features not in (None, "prior", "patches+prior"):
-        raise ModelMixError('a prior has features of its own: give features = "prior", or leave prior out.')
+        raise ModelMixError(
+            'a prior has features of its own: give features = "prior" or "patches+prior", or leave prior out.'
+        )
     clips = (recipe.mean_clip, recipe.square_clip)
     if (recipe.normalise == "private") != all(clip is not None for clip in clips) or (
         recipe.normalise != "private" and any(clip is not None for clip in clips)
@@ -86,6 +90,12 @@ def check(recipe: Recipe) -> None:
     ):
         if getattr(recipe, name) not in (None, False) and not allowed:
             raise ModelMixError(f"{name} is for {what}: leave it out.")
+
+
+def check_mirror(recipe: Recipe) -> None:
+    """Refuses mirror = true, as somebody wrote it, where nothing would look at the mirror image."""
+    if recipe.features in (None, "scatter"):
+        raise ModelMixError("mirror = true is for features of patches, priors and networks: leave it out.")
 
 
 def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None) -> Transform:

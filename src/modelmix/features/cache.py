@@ -93,13 +93,15 @@ def cached(
 def told(name: str, count: int, batches: Iterable[Tensor]) -> Iterator[Tensor]:
     """The same batches; whoever waits long is told now and then how far they are, through the log of ``modelmix``."""
     began = last = time.monotonic()
-    done = 0
+    done = first = 0
     for batch in batches:
         yield batch
         done, now = done + len(batch), time.monotonic()
-        if now - last > _SILENCE and done < count:
+        if first == 0:  # what comes before the first batch does not come again
+            began, first = now, done
+        elif now - last > _SILENCE and done < count:
             last = now
-            left = (now - began) * (count - done) / done
+            left = (now - began) * (count - done) / (done - first)
             _LOG.info("%s: features of %s of %s images, %.0f s left", name, f"{done:,}", f"{count:,}", left)
 
 

@@ -67,7 +67,10 @@ class Patches:
         """The shape of the features of ``images``; refuses what they do not exist for."""
         require_images(images, "patches")
         if len(images) == 0 or min(images.shape[2:]) != max(images.shape[2:]) or images.shape[2] != _SIDE:
-            raise ModelMixError(f"patches are compared in images of {_SIDE} x {_SIDE} pixels, one or more.")
+            raise ModelMixError(
+                f"patches are compared in images of {_SIDE} x {_SIDE} pixels: scale them (--image-size {_SIDE} for a "
+                "folder)."
+            )
         return len(images), sum(self.blocks)
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:

@@ -54,7 +54,10 @@ class Prior:
                 arrays = {name: archive[name] for name in archive.files}
             lesson = Lesson(**json.loads(bytes(arrays.pop("about"))))
         except FileNotFoundError:
-            raise ModelMixError(f"there is no prior at {path}: make one with modelmix prior.") from None
+            known = " or ".join(BUILT_IN)
+            raise ModelMixError(
+                f"there is no prior at {path}: choose {known}, or make one with modelmix prior."
+            ) from None
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             raise ModelMixError(f"{path} is not a prior: make one with modelmix prior.") from None
         weights = {name: torch.from_numpy(value.astype(np.float32)) for name, value in arrays.items()}
@@ -70,7 +73,8 @@ class Prior:
             network.load_state_dict(self.weights, strict=False)
         except RuntimeError:
             raise ModelMixError(
-                f"the prior is a wrn-16-{self.lesson.width} for colour images, and this model is another network."
+                f"the prior is a wrn-16-{self.lesson.width} for colour images, and this model is another network: "
+                'train one of its kind, or give features = "prior" and a linear model.'
             ) from None
         for name, value in network.named_parameters():
             if name in head:

@@ -101,7 +101,10 @@ class Whitened:
         n, *features = self.transform.shape(images)
         most = min(self._count - 1, torch.Size(features).numel())
         if self.components > most:
-            raise ModelMixError(f"components = {self.components} is more than there are here: give {most} or fewer.")
+            raise ModelMixError(
+                f"components = {self.components} is more than {self._count} images with {torch.Size(features).numel()} "
+                f"features tell apart: give {most} or fewer."
+            )
         return n, self.components
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:

@@ -102,7 +102,7 @@ def lost(table: Table, summary: Summary) -> list[str]:
             continue
         best = without.middle.reported
         points = ", ".join(f"{HEADINGS[cell.kind]} {best - cell.middle.reported:.1f}" for cell in cells)
-        out.append(f"{row.name}: points below {best:.1f}, the same without privacy: {points}.")
+        out.append(f"{row.name}: points below {best:.1f}, the best run without privacy: {points}.")
     return out
 
 
