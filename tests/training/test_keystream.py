@@ -73,13 +73,42 @@ def test_bits_are_fair_and_words_unrelated():
     assert abs(ones - 32 * len(words)) < 5 * 4 * np.sqrt(len(words))  # of 64 coins, the deviation is 4
 
 
+def broken(key, blocks, device):
+    raise RuntimeError("no such\nhardware")
+
+
+def wrong(key, blocks, device):
+    return by_torch(key, blocks) ^ 1
+
+
+@pytest.fixture
+def forgetful():
+    keystream._maker.cache_clear()
+    yield
+    keystream._maker.cache_clear()
+
+
 @NEEDS_TRITON
-def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
-    monkeypatch.setattr(keystream, "_by_kernel", lambda key, blocks, device: by_torch(key, blocks) ^ 1)
-    keystream._check_kernel.cache_clear()
-    with pytest.raises(ModelMixError, match="the generator of noise is wrong"):
-        keystream._check_kernel(torch.device("cuda"))
-    keystream._check_kernel.cache_clear()
+@pytest.mark.parametrize(("kernel", "why"), [(broken, "no such hardware"), (wrong, "its words are wrong")])
+def test_a_kernel_that_fails_or_is_wrong_is_not_used(monkeypatch, forgetful, kernel, why):
+    right = keystream._is_right
+    monkeypatch.setattr(keystream, "_by_kernel", kernel)
+    monkeypatch.setattr(keystream, "_is_right", lambda make, device: right(make, torch.device("cpu")))
+    with pytest.warns(UserWarning, match=why):
+        assert keystream._maker(torch.device("cuda")) is by_torch
+
+
+def test_where_nothing_is_right_nothing_is_made(monkeypatch, forgetful):
+    monkeypatch.setattr(keystream, "by_torch", wrong)
+    monkeypatch.setattr(keystream, "_is_right", lambda make, device: make is not wrong)
+    with pytest.raises(ModelMixError, match="noise is not made rightly"):
+        keystream._maker(torch.device("cpu"))
+
+
+def test_what_is_right_is_told_by_the_words(monkeypatch):
+    cpu = torch.device("cpu")
+    assert keystream._is_right(by_torch, cpu)
+    assert not keystream._is_right(wrong, cpu)
 
 
 def test_the_draws_of_an_accelerator_are_under_keys_of_their_own(monkeypatch):

@@ -1,25 +1,27 @@
 """ChaCha20 (RFC 8439) as tensors: a cryptographic generator that runs where an accelerator's noise is wanted.
 
-On a GPU our kernel makes it. Elsewhere, and where triton is missing, the same words come from operations of torch. A
-kernel whose first blocks are not those of torch is refused.
+On a GPU our kernel makes it. Where that does not run, or its first blocks are not right, the same words come from
+operations of torch; and if those are not right either, nothing does.
 """
 
 from __future__ import annotations
 
 import struct
+import warnings
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
+from modelmix.imports import one_line
 from modelmix.training.kernels import triton_is_there
 
 KEY_BYTES = 32
 _CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
 _WORDS = 16  # of 32 bits in a block
 _MOST_BLOCKS = 2**31  # of a key; the counter has 32 bits
-_CHECKED = 3 * _WORDS // 2  # words of 64 bits
 
 
 def chacha20(key: bytes, count: int, device: torch.device | str = "cpu") -> Tensor:
@@ -28,10 +30,7 @@ def chacha20(key: bytes, count: int, device: torch.device | str = "cpu") -> Tens
     blocks = -(-count // (_WORDS // 2))
     if len(key) != KEY_BYTES or not 0 <= blocks < _MOST_BLOCKS:
         raise ModelMixError(f"{count} words under {len(key)} bytes are not a stream of ChaCha20: it takes 32 bytes.")
-    if device.type != "cuda" or not triton_is_there():
-        return by_torch(key, blocks, device)[:count]
-    _check_kernel(device)
-    return _by_kernel(key, blocks, device)[:count]
+    return _maker(device)(key, blocks, device)[:count]
 
 
 def by_torch(key: bytes, blocks: int, device: torch.device | str = "cpu") -> Tensor:
@@ -66,13 +65,24 @@ def _by_kernel(key: bytes, blocks: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _check_kernel(device: torch.device) -> None:
-    key = bytes(range(KEY_BYTES))
-    blocks = -(-_CHECKED // (_WORDS // 2))
-    if not torch.equal(_by_kernel(key, blocks, device).cpu(), by_torch(key, blocks)):
-        raise ModelMixError(
-            f"the generator of noise is wrong on {device}: no step was taken. Train on another device, and report this."
-        )
+def _maker(device: torch.device) -> Callable[[bytes, int, torch.device], Tensor]:
+    """What makes the stream on a device: the first that is right."""
+    if device.type == "cuda" and triton_is_there():
+        try:
+            if _is_right(_by_kernel, device):
+                return _by_kernel
+            problem = "its words are wrong"
+        except Exception as error:  # whatever a compiler raises on hardware we have not seen
+            problem = one_line(error)
+        warnings.warn(f"our kernel of ChaCha20 is not used, torch makes the same noise: {problem}", stacklevel=2)
+    if not _is_right(by_torch, device):
+        raise ModelMixError(f"noise is not made rightly on {device}: no step was taken. Train on another device.")
+    return by_torch
+
+
+def _is_right(make: Callable[[bytes, int, torch.device], Tensor], device: torch.device) -> bool:
+    key, blocks = bytes(range(KEY_BYTES)), 3
+    return torch.equal(make(key, blocks, device).cpu(), by_torch(key, blocks, torch.device("cpu")))
 
 
 def _words_of(key: bytes) -> tuple[int, ...]:
