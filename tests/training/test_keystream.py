@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -44,7 +44,8 @@ def test_the_vectors_of_the_standard(key, counter, block):
 
 
 @NEEDS_TRITON
-@given(st.binary(min_size=32, max_size=32), st.integers(0, 300))
+@settings(max_examples=8)
+@given(st.binary(min_size=32, max_size=32), st.sampled_from((0, 1, 127, 129, 300)))
 def test_the_kernel_makes_the_same_words(key, blocks):
     kernel = keystream._by_kernel(key, blocks, torch.device(HERE))
     assert torch.equal(kernel.cpu(), by_torch(key, blocks, "cpu"))
