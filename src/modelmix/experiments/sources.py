@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from modelmix.features.extractor import Extractor
 
 PRETRAINED = ("efficientnet-lite0", "efficientnet-lite2")
-FIXED = ("scatter", "patches", "prior", "patches+prior")
+FIXED = ("scatter", "patches", "prior", "patches+prior")  # no real image taught them
 NAMES = (*FIXED, *PRETRAINED)
 SYNTHETIC = ("scenes", "silhouettes", "characters")
 WHITENINGS = (*SYNTHETIC, "public")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from modelmix.features.alphabet import CLASSES, strokes
+from modelmix.features.chance import Chance
 from modelmix.features.leaves import coloured
 from modelmix.features.textures import painted
 
@@ -38,11 +39,8 @@ def _scene(count: int, side: int, grounds: Tensor, generator: torch.Generator) -
     """Images and labels: characters painted on plates or walls, with rims and shadows, in some light."""
     device = generator.device
 
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, device=device)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    chance = Chance(generator)
+    uniform, normal = chance.uniform, chance.normal
 
     def sometimes(share: float) -> Tensor:
         return uniform(count, 1, 1) < share
@@ -98,11 +96,8 @@ def _photographed(image: Tensor, generator: torch.Generator) -> Tensor:
     """As a poor camera sees it, uint8: grain, a blur that is often strong, halos, colour not quite in place."""
     device, (count, _, side, _) = image.device, image.shape
 
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, device=device)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    chance = Chance(generator)
+    uniform, normal = chance.uniform, chance.normal
 
     image = image + 0.03 * uniform(count, 1, 1, 1) ** 2 * normal(count, 3, side, side)
     strong = side / 32 * (uniform(1, count, low=math.log(0.5), high=math.log(2.3)).exp())
@@ -130,11 +125,8 @@ def _drawn(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, T
     """
     device = generator.device
 
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, device=device)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    chance = Chance(generator)
+    uniform, normal = chance.uniform, chance.normal
 
     straight, curved, first, ways = (t.to(device) for t in strokes())
     digit = uniform(count, 3) < torch.tensor([_DIGITS, 0.9, 0.9], device=device)  # the middle, before, after

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from modelmix.features.chance import Chance
+
 _LEAVES = 48  # that are painted over each other in an image
 _SMALLEST, _LARGEST = 1 / 20, 1 / 2  # radius of a leaf, in sides of the image
 _BANK, _NOISE_SIDE = 64, 128  # pictures of noise from which textures are cut
@@ -23,11 +25,8 @@ def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
     """
     device = generator.device
 
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, device=device)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    chance = Chance(generator)
+    uniform, normal = chance.uniform, chance.normal
 
     bank = clouds(generator)
     light, mood = uniform(count, low=-math.pi, high=math.pi), coloured(uniform(count), *(0.1 * normal(2, count)))

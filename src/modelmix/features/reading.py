@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modelmix.data.dataset import to_float
 from modelmix.features.alphabet import CLASSES
+from modelmix.features.chance import Chance
 from modelmix.features.characters import labelled_characters
 from modelmix.features.prior import Lesson, teach, without_head
 from modelmix.features.views import SIDE
@@ -54,11 +55,7 @@ def learn_to_read(
 
 def looks(images: Tensor, generator: torch.Generator) -> Tensor:
     """Another look at every image: moved, turned and stretched a little, in other light. Floats; never mirrored."""
-    n, device = images.shape[0], images.device
-
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, device=device)
-
+    n, uniform = images.shape[0], Chance(generator).uniform
     angle, (width, height) = uniform(n, low=-0.1, high=0.1), uniform(2, n, low=0.85, high=1.15)
     rows = [width * angle.cos(), -height * angle.sin(), width * angle.sin(), height * angle.cos()]
     affine = torch.cat([torch.stack(rows, 1).view(n, 2, 2), uniform(n, 2, 1, low=-0.08, high=0.08)], 2)

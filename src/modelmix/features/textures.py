@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from modelmix.features.chance import Chance
 from modelmix.features.leaves import clouds, coloured, cut
 
 _UNITS = 24  # in every layer of a network
@@ -33,11 +34,8 @@ def painted(count: int, side: int, generator: torch.Generator) -> Tensor:
     """``count`` images, uint8 N x 3 x side x side, each by a network of its own, on the generator's device."""
     device = generator.device
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device)
+    chance = Chance(generator)
+    uniform, normal = chance.uniform, chance.normal
 
     axis = 2 * (torch.arange(side, device=device) + 0.5) / side - 1
     x, y = (t.expand(count, side, side) for t in (axis[None, None, :], axis[None, :, None]))

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
 from modelmix.data.dataset import to_float
+from modelmix.features.chance import Chance
 
 SIDE = 32
 """Pixels of a view."""
@@ -20,8 +21,7 @@ def views(images: Tensor, generator: torch.Generator) -> Tensor:
     """One random view of every image: a part of it, perhaps mirrored, recoloured, perhaps grey. Floats, 32 x 32."""
     n, device = images.shape[0], images.device
 
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, device=device)
+    uniform = Chance(generator).uniform
 
     area, ratio = uniform(n, low=0.15), uniform(n, low=math.log(3 / 4), high=math.log(4 / 3)).exp()
     width, height = ((area * ratio).sqrt().clamp_max(1), (area / ratio).sqrt().clamp_max(1))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from modelmix.experiments.sources import FIXED
 from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism
@@ -43,9 +44,6 @@ _NOT_COVERED = (
 )
 
 
-_SYNTHETIC = ("scatter", "patches", "prior", "patches+prior")  # features that no real image taught
-
-
 def not_covered(ledger: Ledger, box: bool, recipe: Mapping[str, Any]) -> list[str]:
     """What epsilon says nothing about, and what it rests on beside theorems; ``box``: the page shows diagnostics."""
     where = ", in the marked box below" if box else ""
@@ -56,7 +54,7 @@ def not_covered(ledger: Ledger, box: bool, recipe: Mapping[str, Any]) -> list[st
 def _assumed_by(recipe: Mapping[str, Any]) -> list[str]:
     """What only the recipe knows to be assumed."""
     out, features = [], str(recipe.get("features") or "scatter")
-    if features not in _SYNTHETIC and not features.endswith(".npz"):
+    if features not in FIXED and not features.endswith(".npz"):
         out.append(f"no private sample taught the network of the features, {features}")
     if recipe.get("normalise") == "public":
         out.append("the images by which features are whitened are public")
