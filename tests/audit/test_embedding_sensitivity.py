@@ -33,7 +33,7 @@ def released():
         return list(zip(engine.gradients(parameters, x, y), flat.sizes, strict=True))
 
     public = Embedding((data.x[-64:], random_labels(64, 10)), 40, 3)
-    chunks = (gradients(*chunk) for chunk in public.chunks(16, torch.device("cpu")))
+    chunks = (gradients(x, y) for x, y, _ in public.chunks(16, torch.device("cpu")))
     basis = find_basis(public.layout(flat.size), chunks, torch.Generator().manual_seed(0))
     private = gradients(data.x[:N], data.y[:N])
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,6 +17,7 @@ from modelmix.training import Trainer, make_private, random_labels
 from modelmix.training import embedding as module
 from modelmix.training.clipping import MARGIN
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
+from modelmix.training.engines import compiled
 from modelmix.training.gradients import Dense, Outer
 
 SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
@@ -63,6 +64,15 @@ def test_columns_are_those_of_the_flat_vector_wherever_groups_cut():
     back, seen = torch.randn(3, 4), torch.randn(3, 5)
     whole = (back[:, :, None] * seen[:, None, :]).flatten(1).double()
     assert torch.equal(columns([(Outer(back, seen), 20)], slice(3, 17)), whole[:, 3:17])
+
+
+def test_padding_makes_public_chunks_one_shape_and_is_told_apart():
+    embedding = Embedding((torch.arange(10.0)[:, None], torch.arange(10)))
+    for padded in (False, True):
+        chunks = list(embedding.chunks(4, torch.device("cpu"), padded))
+        assert torch.cat([x[:count] for x, _, count in chunks]).flatten().tolist() == list(range(10))
+        assert [len(y) for _, y, _ in chunks] == ([4, 4, 4] if padded else [4, 4, 2])
+    assert [len(y) for _, y, _ in embedding.chunks(64, torch.device("cpu"), True)] == [10]
 
 
 def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span():
@@ -113,7 +123,16 @@ def contribution(clip, basis, row):
     return e, part.total, basis.reconstruct(e) + part.total
 
 
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def precision(request, monkeypatch):
+    """That of a processor, and that of an accelerator."""
+    monkeypatch.setattr(module, "_precision", lambda device: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize("clip", CLIPS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.floats(1e-3, 1e4), hot=st.integers(0, D - 1), heat=st.floats(0, 1e4), seed=st.integers(0, 50),
     stretch=st.sampled_from([1.0, 0.3, 1.7]),
@@ -176,8 +195,8 @@ def test_a_gradient_that_is_not_finite_adds_nothing_and_is_reported(bad):
 def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
     """If clipping were wrong, the sum that results is one that no step takes."""
     clip, right = CLIPS[1], module._scale
-    target = getattr(clip, broken)
-    monkeypatch.setattr(module, "_scale", lambda c, s: torch.ones_like(s) if c == target else right(c, s))
+    targets = {"c0": [5.0], "c1": [2.0], "c": [clip.c, clip.c / 2, (clip.c - 2) / 2]}[broken]
+    monkeypatch.setattr(module, "_scale", lambda c, s: torch.ones_like(s) if c in targets else right(c, s))
     # Along one basis vector, and along what is left over from a hot coordinate: |V e + r| is then near its bound.
     row = 100 * torch.randn(D, generator=torch.Generator().manual_seed(0))
     _, part = clip.sum(flat(row[None]), random_basis(stretch=1.5 if broken == "c" else 1.0), torch.ones(1))
@@ -288,8 +307,9 @@ def test_a_step_is_the_algorithm():
 
 
 @pytest.mark.parametrize("rule", [{}, {"rule": "alternate"}, {"momentum": 0.9, "ema": 0.9}])
-def test_chunks_and_engines_do_not_change_a_run(rule):
-    ways = [{}, {"chunk": 7}, {"engine": "universal", "chunk": 64}]
+def test_chunks_and_engines_do_not_change_a_run(rule, monkeypatch):
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+    ways = [{}, {"chunk": 7}, {"engine": "universal", "chunk": 64}, {"compiled": True, "chunk": 7}]
     states = [trainer(MIXED, performance=mm.Performance(**way), **rule).run(4, progress=False).state for way in ways]
     for other in states[1:]:
         assert torch.allclose(states[0].last, other.last, atol=1e-5)

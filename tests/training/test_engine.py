@@ -88,8 +88,12 @@ def test_compiled_and_not_compiled_agree(fast_compiler, name, precision):
         torch.testing.assert_close(mine.total, right.total, rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(mine.norms, right.norms, rtol=1e-6, atol=0)
         assert mine.norms.numel() == 5
+    for factor in (1.0, 1.1):
+        mine, right = ([g.dense() for g in engine.gradients(views(model, factor), x, y)] for engine in (one, other))
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-7)
     assert one._compile
     assert len(one._compiled) == 2  # with and without truncation; other weights and clips need no other trace
+    assert len(one._gradients) == 1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler on a processor")
@@ -168,9 +172,10 @@ def test_a_compiler_that_is_wrong_is_not_trusted(monkeypatch):
 
     monkeypatch.setattr(compiled, "_BACKEND", wrong)
     model, x, y = case("frozen layers")
-    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
-    with pytest.warns(UserWarning, match="would be rounding"):
-        sums(engine, model, x, y, Clip(0.1))
+    for use in (lambda e: sums(e, model, x, y, Clip(0.1)), lambda e: e.gradients(views(model), x, y)):
+        engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+        with pytest.warns(UserWarning, match="would be rounding"):
+            use(engine)
 
 
 def test_layers_without_a_rule_are_named_once():
@@ -303,7 +308,7 @@ def test_attention_is_replayed_unless_it_drops_something(fast_compiler, dropout)
     engine = Engine(model, F.cross_entropy, (x, y), name="hooks", compiled=True)
     engine(flat.views(flat.read()), x, y, one, Clip(1.0))
     (found,) = engine._compiled.values()
-    assert found._draws is (dropout > 0)
+    assert found.draws is (dropout > 0)
 
 
 def test_an_engine_serves_many_models_of_one_builder(fast_compiler):

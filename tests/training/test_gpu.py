@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,6 +13,7 @@ from torch import nn
 from modelmix import Mechanism, Performance, Trainer
 from modelmix.training import Randomness
 from modelmix.training.clipping import Clip
+from modelmix.training.embedding import Embedding, EmbeddingClip, find_basis
 from modelmix.training.engines import Engine
 from modelmix.training.keystream import by_torch, chacha20
 from modelmix.training.parameters import FlatParameters
@@ -77,6 +80,32 @@ def test_the_bounds_hold_for_what_a_compiled_chunk_sums(p):
     assert float(each.abs().max()) <= clip.coordinate_bound
     whole = engine(views(model), x, y, torch.ones_like(weights), clip).total
     torch.testing.assert_close(each.sum(0), whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [EmbeddingClip(0.05, 0.02), EmbeddingClip(0.05, 0.02, 25, math.hypot(0.05, 0.02))])
+def test_the_bounds_hold_for_embedded_gradients(clip):
+    """In float32 with factors of 11 bits, whatever the basis lost by it."""
+    model = network()
+    x, y = batch(32)
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+    plain = Engine(model, F.cross_entropy, (x, y), compiled=False)
+    flat = FlatParameters(model)
+    mine, right = ([g.dense() for g in e.gradients(views(model), x, y)] for e in (engine, plain))
+    torch.testing.assert_close(mine, right, rtol=1e-2, atol=1e-4)
+    gradients = list(zip(engine.gradients(views(model), x, y), flat.sizes, strict=True))
+    generator = torch.Generator("cuda").manual_seed(0)
+    basis = find_basis(Embedding((x, y), 20, 3).layout(flat.size), [gradients], generator)
+    for _, v in basis.parts:
+        torch.testing.assert_close(v.T @ v, torch.eye(v.shape[1], dtype=v.dtype, device="cuda"), rtol=0, atol=1e-10)
+    root = math.sqrt(clip.p)
+    for chosen in torch.eye(32, dtype=torch.float64, device="cuda"):
+        e, part = clip.sum(gradients, basis, chosen)
+        whole = basis.reconstruct(e) + part.total
+        assert 0 < float(e.norm()) <= clip.c0
+        assert float(part.total.norm()) <= clip.c1
+        assert float(part.total.abs().max()) <= clip.c1 / root
+        assert float(whole.norm()) <= clip.c
+        assert float(whole.abs().max()) <= clip.c / root
 
 
 def test_memory_does_not_grow_with_the_batch():

@@ -72,9 +72,10 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
     found, squares = kernels.conv_weight(x, g, geometry)
     found = found.permute(0, 1, 4, 2, 3)
     wanted = RULES[nn.Conv2d](layer, {}, x.double(), g.double(), copies)["weight"].dense()
-    assert found.dtype == torch.float32
+    assert found.dtype == kernels.kept_as(x)
     assert found.shape == wanted.shape
-    assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+    near = 4e-3 if found.dtype == torch.bfloat16 else 2e-6  # what is written down may be rounded: it is measured so
+    assert (found.double() - wanted).norm() <= near * wanted.norm() + 1e-12
     torch.testing.assert_close(squares, Dense(found.double()).powers(2), rtol=1e-12, atol=0)
     # And without ever being written down, to be measured and to be summed.
     scale, norm = torch.rand(m, dtype=torch.float64), 1 + seed % 2
@@ -83,7 +84,7 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
     for bound in (None, wide(0.3)):
         total, cut, again = kernels.conv_clipped_sum(x, g, geometry, scale, bound, norm)
         assert torch.equal(first, again)
-        right, right_cut = Dense(found).clipped_sum(scale, bound)
+        right, right_cut = Dense(wanted).clipped_sum(scale, bound)
         assert (total.permute(0, 3, 1, 2) - right).norm() <= 1e-5 * right.norm() + 1e-12
         assert right_cut is None or (cut - right_cut).abs().max() <= 1
 

@@ -4,16 +4,19 @@ Every step has a basis V of its own, computed from public samples at the release
 released before, it is a constant, and the two sums of a step are bounded sums like any other. Embeddings V^T g get
 noise in proportion to their number of coordinates, residuals g - V V^T g have a smaller clip.
 
-What is summed obeys the bounds that ``EmbeddingMechanism`` counts on, whatever V is: nothing here rests on its columns
-being orthonormal to the last bit, only utility does. Everything is float64, and the margin is that of ``clipping``.
+What is summed obeys the bounds that ``EmbeddingMechanism`` counts on, whatever V is and however roughly e and r were
+computed: nothing here rests on orthonormal columns or on V e + r being g to the last bit, only utility does. So on an
+accelerator e and r are products of factors rounded to 11 bits, and what is measured is measured in float64 on the
+numbers that are summed, with V e in float64 where a bound is on it. The margin is that of ``clipping``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +28,8 @@ from modelmix.errors import ModelMixError
 from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.validation import whole
 from modelmix.training.clipping import MARGIN, Clip, ClippedSum
-from modelmix.training.gradients import Gradients
+from modelmix.training.engines.choice import rough
+from modelmix.training.gradients import Dense, Gradients
 from modelmix.training.sampling import TensorSource
 
 _NOTHING = 1e-12  # the square of what gradients in float32 know about a direction they do not have
@@ -52,6 +56,7 @@ class Embedding:
         self.source = TensorSource(*public)
         self.size = whole("size", size, "the number of basis vectors", least=1)
         self.groups = whole("groups", groups, "the number of groups", least=1)
+        self._here: tuple[torch.device, Any] | None = None
         if self.source.n == 0:
             raise ModelMixError("there is no public sample: gradient embedding needs some.")
 
@@ -63,12 +68,20 @@ class Embedding:
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {"size": self.size, "groups": self.groups, "samples": self.source.n, "public": digest.hexdigest()}
 
-    def chunks(self, size: int, device: torch.device) -> Iterable[tuple[Any, Any]]:
-        """All public samples, some at a time."""
+    def chunks(self, size: int, device: torch.device, padded: bool = False) -> Iterator[tuple[Any, Any, int]]:
+        """All public samples, some at a time, each time with their number; padding makes all chunks one shape."""
+        size, here = min(size, self.source.n), self._on(device)
         for start in range(0, self.source.n, size):
-            yield tree_map(
-                lambda t, start=start: t[start : start + size].to(device), (self.source.inputs, self.source.targets)
-            )
+            count = min(size, self.source.n - start)
+            taken = torch.arange(start, start + (size if padded else count), device=device) % self.source.n
+            inputs, targets = tree_map(lambda t, at=taken: t[at], here)
+            yield inputs, targets, count
+
+    def _on(self, device: torch.device) -> Any:
+        """The samples on a device, sent there once for all steps."""
+        if self._here is None or self._here[0] != device:
+            self._here = device, tree_map(lambda t: t.to(device), (self.source.inputs, self.source.targets))
+        return self._here[1]
 
     def layout(self, coordinates: int) -> list[tuple[slice, int]]:
         """(part of the flat vector, basis vectors) of every group."""
@@ -95,6 +108,15 @@ class Basis:
     parts: tuple[tuple[slice, Tensor], ...]
 
     @property
+    def device(self) -> torch.device:
+        return self.parts[0][1].device
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The matrices in the precision in which gradients are taken apart."""
+        return tuple(v.to(_precision(v.device)) for _, v in self.parts)
+
+    @property
     def size(self) -> int:
         return sum(v.shape[1] for _, v in self.parts)
 
@@ -117,18 +139,24 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
     """
     device = generator.device
     starts = [
-        torch.randn(part.stop - part.start, k, generator=generator, device=device, dtype=torch.float64)
+        torch.randn(part.stop - part.start, k, generator=generator, device=device, dtype=_precision(device))
         for part, k in layout
     ]
     sums = [torch.zeros_like(start) for start in starts]
-    for gradients in chunks:
-        for (part, _), start, total in zip(layout, starts, sums, strict=True):
-            g = columns(gradients, part)
-            total += g.T @ (g @ start)
+    with rough(device):
+        for gradients in chunks:
+            for (part, _), start, total in zip(layout, starts, sums, strict=True):
+                g = columns(gradients, part)
+                total.addmm_(g.T, g @ start)
     starts.clear()
-    if not all(bool(torch.isfinite(total).all()) for total in sums):
+    if not bool(torch.stack([torch.isfinite(total).all() for total in sums]).all()):
         raise ModelMixError("the loss or gradient of a public sample is not finite: no step was taken. Lower lr.")
-    return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, sums, strict=True)))
+    return Basis(tuple((part, _orthonormal(total.double())) for (part, _), total in zip(layout, sums, strict=True)))
+
+
+def _precision(device: torch.device) -> torch.dtype:
+    """In which gradients are taken apart: accelerators are many times faster in float32."""
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
@@ -153,14 +181,17 @@ def _by_cholesky(vectors: Tensor) -> Tensor | None:
         sizes = factor.diagonal()
         if bool(failed) or not bool(sizes.min() >= _ALIKE * sizes.max()):
             return None
-        vectors = torch.linalg.solve_triangular(factor, vectors.T, upper=False).T
+        one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+        inverse = torch.linalg.solve_triangular(factor, one, upper=False)
+        vectors = vectors @ inverse.T  # a product of large matrices where solving would be many small ones
     return vectors
 
 
 def columns(gradients: Flat, part: slice) -> Tensor:
-    """m x coordinates in float64: a contiguous part of every sample's flat gradient, and nothing else of it."""
+    """m x coordinates: a contiguous part of every sample's flat gradient, and nothing else of it."""
     first, start = gradients[0][0], 0
-    out = torch.empty(first.samples, part.stop - part.start, dtype=torch.float64, device=first.device)
+    shape = first.samples, part.stop - part.start
+    out = torch.empty(shape, dtype=_precision(first.device), device=first.device)
     for g, size in gradients:
         low, high = max(part.start - start, 0), min(part.stop - start, size)
         if low < high:
@@ -202,90 +233,105 @@ class EmbeddingClip:
         """The sum of clipped embeddings, and that of clipped residuals with what clipping met there.
 
         In two passes over the groups, each of which holds the coordinates of one: lengths, then sums. Where V e + r
-        sticks out for some sample, there is a third, which sums what is shrunk. Whatever is summed is measured in the
+        sticks out for some sample, there is another, which sums what is shrunk. Whatever is summed is measured in the
         same pass: if it exceeded a bound, the sum is not a number, and no step takes it.
 
         Args:
             gradients: row i belongs to sample i.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
-        drawn = weights.to(basis.parts[0][1].device) > 0
+        drawn = weights.to(basis.device) > 0
         found, squares = [], torch.zeros_like(drawn, dtype=torch.float64)
-        for part, v in basis.parts:
+        for (part, _), v in zip(basis.parts, basis.factors, strict=True):
             g = columns(gradients, part)
-            found.append(g @ v)
-            squares += (g - found[-1] @ v.T).square_().sum(1)  # as in _piece, to the last bit
-        lengths, norms = torch.cat(found, 1).square().sum(1).sqrt(), squares.sqrt()
+            with rough(basis.device):
+                e = g @ v
+            found.append(e.double())
+            squares += Dense(_residual(g, e, v)).powers(2)
+        embeddings = torch.cat(found, 1)
+        lengths, norms = torch.linalg.vector_norm(embeddings, dim=1), squares.sqrt()
         # A gradient that is not finite is no gradient: it adds nothing, and the caller is told.
         fine = torch.isfinite(lengths) & torch.isfinite(norms)
-        rows = (fine & drawn)[:, None]
+        rows = fine & drawn
+        embeddings = torch.where(rows[:, None], embeddings, 0.0)
         shorter, smaller = (
-            _scale(c, torch.where(fine, size, 1.0))[:, None] for c, size in ((self.c0, lengths), (self.c1, norms))
+            torch.where(rows, _scale(c, torch.where(fine, size, 1.0)), 0.0)
+            for c, size in ((self.c0, lengths), (self.c1, norms))
         )
-        embeddings = [torch.where(rows, e, 0.0) for e in found]
-
-        def summed(shrink: Tensor | None) -> _Summed:
-            pieces = (
-                self._piece(columns(gradients, part), e, v, rows, shorter, smaller)
-                for (part, v), e in zip(basis.parts, embeddings, strict=True)
-            )
-            return _Summed.of(pieces, shrink, whole=self.c < math.inf)
-
-        shrink = torch.ones_like(norms)
-        out = summed(None)
-        fits = self._fits(out.whole, self.c)
-        if not bool(fits.all()):
-            power, top = out.whole
-            smaller_still = _scale(self.c, power.sqrt()).minimum(_scale(self.c / math.sqrt(self.p), top))
-            shrink = torch.where(fits, shrink, smaller_still)
-            out = summed(shrink[:, None])
-        released = torch.cat(embeddings, 1) * shorter * shrink[:, None]
-        ok = (released.square().sum(1).sqrt() <= self.c0 * (1 - MARGIN / 2)).all()
-        ok = ok & self._fits(out.residual, self.c1).all() & self._fits(out.whole, self.c).all()
+        out = self._summed(gradients, basis, embeddings, shorter, smaller)
+        if self.c < math.inf:
+            # As much as it sticks out; where truncation did not shrink along, as much as is enough for certain.
+            for enough in (self._in_proportion, self._for_certain):
+                fits = self._fits(out)
+                if bool(fits.all()):
+                    break
+                shrink = torch.where(fits, 1.0, enough(out, smaller * torch.where(fine, norms, 0.0)))
+                shorter, smaller = shorter * shrink, smaller * shrink
+                out = self._summed(gradients, basis, embeddings, shorter, smaller)
+        released = embeddings * shorter[:, None]
+        ok = (torch.linalg.vector_norm(released, dim=1) <= self.c0 * (1 - MARGIN / 2)).all()
+        residuals = torch.where(rows, out.squares.sqrt() * smaller, 0.0)
+        ok = ok & (residuals <= self.c1 * (1 - MARGIN / 2)).all() & self._fits(out).all()
         total = torch.where(ok, out.total, torch.nan)
         return released.sum(0), ClippedSum(total, torch.where(fine, norms, torch.nan), out.cuts, drawn)
 
-    def _fits(self, sizes: tuple[Tensor, Tensor], c: float) -> Tensor:
-        """Which rows have norms below c, with half the margin left, and coordinates below c/sqrt(p)."""
-        power, top = sizes
-        return (power.sqrt() <= c * (1 - MARGIN / 2)) & (top <= c / math.sqrt(self.p))
+    def _summed(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> _Summed:
+        """The sum of residuals, scaled by ``smaller`` and truncated, and the sizes of all there is a bound on."""
+        _, bound = Clip(self.c1, self.p).limits_on(basis.device)
+        totals, cuts, squares, images, wholes = [], [], [], [], []
+        own = torch.split(embeddings, [v.shape[1] for v in basis.factors], 1)
+        for (part, v), factor, e in zip(basis.parts, basis.factors, own, strict=True):
+            r = Dense(_residual(columns(gradients, part), e.to(factor.dtype), factor))
+            total, cut = r.clipped_sum(smaller, None if self.p == 1 else bound)
+            totals.append(total)
+            cuts.append(torch.zeros_like(smaller, dtype=torch.int64) if cut is None else cut)
+            squares.append(r.powers(2))
+            if self.c < math.inf:
+                image = (e * shorter[:, None]) @ v.T
+                images.append(_size(image))
+                scaled = torch.where(smaller[:, None] > 0, r.values * smaller[:, None], 0.0)
+                wholes.append(_size(image.add_(scaled.clamp_(-bound, bound))))
+        nothing = [(torch.zeros_like(smaller), torch.zeros_like(smaller))]
+        return _Summed(
+            torch.cat(totals),
+            torch.stack(cuts).sum(0),
+            torch.stack(squares).sum(0),
+            _together(images or nothing),
+            _together(wholes or nothing),
+        )
 
-    def _piece(
-        self, g: Tensor, e: Tensor, v: Tensor, rows: Tensor, shorter: Tensor, smaller: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one group: V times the clipped embedding, the clipped and truncated residual, and coordinates cut."""
-        image = e @ v.T
-        r = torch.where(rows, g - image, 0.0).mul_(smaller)
-        cut = torch.zeros_like(rows[:, 0], dtype=torch.int64)
-        if self.p > 1:
-            bound = self.c1 / math.sqrt(self.p) * (1 - MARGIN)
-            cut = (r.abs() > bound).sum(1)
-            r.clamp_(-bound, bound)
-        return image.mul_(shorter), r, cut
+    def _fits(self, out: _Summed) -> Tensor:
+        """Which V e + r have norms below c and coordinates below c/sqrt(p), with half the margin left."""
+        (length, top), c = out.whole, self.c * (1 - MARGIN / 2)
+        return (length <= c) & (top <= c / math.sqrt(self.p))
+
+    def _in_proportion(self, out: _Summed, norms: Tensor) -> Tensor:
+        """Enough for V e + r if all of it shrinks alike."""
+        length, top = out.whole
+        return _scale(self.c, length).minimum(_scale(self.c / math.sqrt(self.p), top))
+
+    def _for_certain(self, out: _Summed, norms: Tensor) -> Tensor:
+        """Enough for V e + r because it is for the sum of their sizes; coordinates of r are below c1/sqrt(p) anyway."""
+        length, top = out.image
+        left = max(0.0, self.c - self.c1) / math.sqrt(self.p)
+        return _scale(self.c, length + norms).minimum(_scale(left, top))
 
 
 @dataclass(frozen=True)
 class _Summed:
-    """The sum of residuals, coordinates cut of each, and (sum of squares, largest coordinate) of r and of V e + r."""
+    """The sum of residuals; of each sample coordinates cut, |r|^2 unscaled, (norm, top coordinate) of V e, V e + r."""
 
     total: Tensor
     cuts: Tensor
-    residual: tuple[Tensor, Tensor]
+    squares: Tensor
+    image: tuple[Tensor, Tensor]
     whole: tuple[Tensor, Tensor]
 
-    @classmethod
-    def of(cls, pieces: Iterable[tuple[Tensor, Tensor, Tensor]], shrink: Tensor | None, whole: bool) -> _Summed:
-        """From V e, r and coordinates cut, group by group, each scaled by ``shrink`` if there is one."""
-        totals, cuts, residuals, wholes = [], [], [], []
-        for image, r, cut in pieces:
-            if shrink is not None:
-                image.mul_(shrink)
-                r.mul_(shrink)
-            totals.append(r.sum(0))
-            cuts.append(cut)
-            residuals.append(_size(r))
-            wholes.append(_size(image.add_(r)) if whole else (torch.zeros_like(r[:, 0]),) * 2)
-        return cls(torch.cat(totals), torch.stack(cuts).sum(0), _together(residuals), _together(wholes))
+
+def _residual(g: Tensor, e: Tensor, v: Tensor) -> Tensor:
+    """g - e V^T, in the place of g; twice the same of the same."""
+    with rough(g.device):
+        return g.addmm_(e, v.T, alpha=-1)
 
 
 def _scale(bound: float, sizes: Tensor) -> Tensor:
@@ -294,11 +340,11 @@ def _scale(bound: float, sizes: Tensor) -> Tensor:
 
 
 def _size(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of squares and the largest coordinate of every row."""
-    return rows.square().sum(1), torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
+    """The norm and the largest coordinate of every row."""
+    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
 
 
 def _together(sizes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Those of rows of which each group has a part."""
-    powers, tops = zip(*sizes, strict=True)
-    return torch.stack(powers).sum(0), torch.stack(tops).amax(0)
+    norms, tops = (torch.stack(parts) for parts in zip(*sizes, strict=True))
+    return torch.linalg.vector_norm(norms, dim=0), tops.amax(0)

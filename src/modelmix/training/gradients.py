@@ -60,6 +60,10 @@ class Gradients(ABC):
     @abstractmethod
     def times(self, factor: float) -> Gradients: ...
 
+    def first(self, count: int) -> Gradients:
+        """Those of the first samples."""
+        return self if count == self.samples else Dense(self.dense()[:count])
+
     def __add__(self, other: Gradients) -> Gradients:
         return Dense(self.dense() + other.dense())
 

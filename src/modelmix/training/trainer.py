@@ -381,9 +381,10 @@ class Trainer:
 
     def _find_basis(self, embedding: Embedding, parameters: dict[str, Tensor], draws: StepRandomness) -> Basis:
         """The basis of a step, from public samples and a released state alone."""
+        chunks = embedding.chunks(self._chunk_size(), self._device, padded=self._engine.fixed_shapes)
         public = (
-            self._sized(self._engine.gradients(parameters, *chunk))
-            for chunk in embedding.chunks(self._chunk_size(), self._device)
+            self._sized([g.first(count) for g in self._engine.gradients(parameters, inputs, targets)])
+            for inputs, targets, count in chunks
         )
         layout = embedding.layout(self._flat.size)
         return find_basis(layout, public, draws.generator("basis", self._device))

@@ -21,14 +21,30 @@ _PROBE = 3
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Products of floats without rounding their factors to 10 bits, as GPUs do by default."""
+    """Products of floats without rounding their factors to 11 bits, as GPUs do by default."""
+    with _products(False, "highest"):
+        yield
+
+
+@contextmanager
+def rough(device: torch.device) -> Iterator[None]:
+    """Products of floats with factors rounded to 11 bits where the device is many times faster so."""
+    if device.type == "cpu":
+        yield
+        return
+    with _products(True, "high"):
+        yield
+
+
+@contextmanager
+def _products(cudnn: bool, matrices: str) -> Iterator[None]:
     try:
         before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:  # set in torch's newer way, which the older one cannot read: left as it is
         yield
         return
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = cudnn
+    torch.set_float32_matmul_precision(matrices)
     try:
         yield
     finally:

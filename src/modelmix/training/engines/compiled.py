@@ -1,4 +1,4 @@
-"""A chunk of fixed shape, traced once from its samples to their clipped sum, compiled, and replayed.
+"""A chunk of fixed shape, traced once from its samples to what is wanted of it, compiled, and replayed.
 
 Python runs during tracing only. The trace holds the forward pass, the backward pass, per-sample gradients and clipping
 as one line of operations, which the compiler fuses; on a GPU one graph launch replays them all.
@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.engines.chunk import Loss, gradients_of_chunk, sum_of_chunk
+from modelmix.training.engines.chunk import Loss, gradients_of_chunk, rows, sum_of_chunk
+from modelmix.training.gradients import Dense, Gradients
 
 _TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
 _CHECKED = 32  # samples on which both are compared
@@ -26,17 +27,91 @@ _BACKEND = "inductor"
 Stamps = list[tuple[Tensor, int]]
 """Tensors, and how often each had been written to."""
 
+Reference = Callable[[slice, Tensor, Clip], ClippedSum]
+"""The sum of some rows of a chunk, given with the weights of their samples, uncompiled and in full precision."""
+
 
 class UnfitError(Exception):
     """This model cannot be compiled, or not rightly."""
+
+
+class Line:
+    """A function of tensors, for the shapes of the first ones.
+
+    Args:
+        function: nothing in it looks at a value.
+        steady, rest: what it is first called with; of these, tensors that are the same in most calls.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], steady: Any, *rest: Any) -> None:
+        self._steady: Stamps = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._on_gpu = tree_leaves(steady)[0].is_cuda
+        problem: Exception | None = None
+        for layout in (torch.channels_last, torch.preserve_format) if self._on_gpu else (torch.preserve_format,):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the compiler talks to its own developers
+                    self._prepare(function, (steady, *rest), layout)
+            except Exception as error:  # a model may insist on one layout
+                problem = error
+            else:
+                break
+        else:
+            said = " ".join(str(problem).split())
+            raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
+
+    def _prepare(self, function: Any, case: Any, layout: torch.memory_format) -> None:
+        # Copies that stay where they are: a replayed graph reads the same memory every time.
+        self._case = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case)
+        with torch.no_grad():
+            trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
+        self.draws = any(_draws(node) for node in trace.graph.nodes)
+        """Whether the function draws random numbers."""
+        self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
+        self._compute()
+
+    def capture(self) -> None:
+        """One graph of all kernels; what asks the device something on its way cannot be captured, and runs as it is."""
+        if not self._on_gpu or self.draws:  # a replay would repeat its draws
+            return
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._out = self._compute()
+        except RuntimeError as error:
+            torch.cuda.synchronize()  # raises again if the device itself is lost
+            warnings.warn(
+                f"the compiled model is not replayed as one graph, which is right and slower: {error}", stacklevel=2
+            )
+        else:
+            self._graph = graph
+
+    def __call__(self, steady: Any, *rest: Any) -> tuple[Tensor, ...]:
+        """What the function returns; the next call may write over it."""
+        leaves = tree_leaves(steady)
+        stamps = [(t, t._version) for t in leaves]
+        if not same_tensors(stamps, self._steady):  # every launch that is saved counts where chunks are short
+            torch._foreach_copy_(tree_leaves(self._case[0]), leaves)
+            self._steady = stamps
+        for mine, theirs in zip(tree_leaves(self._case[1:]), tree_leaves(rest), strict=True):
+            mine.copy_(theirs)
+        if self._graph is None:
+            return self._compute()
+        self._graph.replay()
+        return self._out
+
+    def _compute(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            out: tuple[Tensor, ...] = self._run(*self._case)
+        return out
 
 
 class Compiled:
     """The clipped sum for chunks of the shapes of the first one.
 
     Args:
-        reference: the sum of some rows of the first chunk, given with the weights of their samples, uncompiled and in
-            full precision.
+        reference: of the first chunk.
     """
 
     def __init__(
@@ -50,101 +125,83 @@ class Compiled:
         weights: Tensor,
         clip: Clip,
         copies: int,
-        reference: Callable[[slice, Tensor], ClippedSum],
+        reference: Reference,
     ) -> None:
-        device = weights.device
-
-        def line(
-            parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, c: Tensor, bound: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def line(steady: Any, inputs: Any, targets: Any, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            parameters, limits = steady
             found = gradients_of_chunk(engine, model, loss, parameters, inputs, targets, copies)
-            return clip.at_once(found, weights, c, bound)
+            return clip.at_once(found, weights, *limits)
 
         # First as it is, on some samples: what is decided by measuring is decided then, for a trace cannot measure.
         few = slice(_CHECKED * copies)
         x, y = tree_map(lambda t: t[few], (inputs, targets))
         plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
-        self._parameters: Stamps = []
-        self._clip = clip
-        case = (parameters, inputs, targets, weights, *clip.limits_on(device))
-        self._graph: torch.cuda.CUDAGraph | None = None
-        problem: Exception | None = None
-        for layout in (
-            (torch.channels_last, torch.preserve_format) if device.type == "cuda" else (torch.preserve_format,)
-        ):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the compiler talks to its own developers
-                    self._prepare(line, case, layout)
-            except Exception as error:  # a model may insist on one layout
-                problem = error
-            else:
-                break
-        else:
-            said = " ".join(str(problem).split())
-            raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
-        if not self._draws:
+        self._clip, self._limits = clip, clip.limits_on(weights.device)
+        self._line = Line(line, (parameters, self._limits), inputs, targets, weights)
+        if not self._line.draws:
             some = weights.clone()
             some[_CHECKED:] = 0
-            require_equal(self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED]))
-        if device.type == "cuda" and not self._draws:  # a replay would repeat its draws
-            self._capture()
-
-    def _capture(self) -> None:
-        """One graph of all kernels; what asks the device something on its way cannot be captured, and runs as it is."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._out = self._compute()
-        except RuntimeError as error:
-            torch.cuda.synchronize()  # raises again if the device itself is lost
-            warnings.warn(
-                f"the compiled model is not replayed as one graph, which is right and slower: {error}", stacklevel=2
+            require_equal(
+                self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED], clip)
             )
-        else:
-            self._graph = graph
+        self._line.capture()
 
-    def _prepare(self, line: Any, case: Any, layout: torch.memory_format) -> None:
-        # Copies that stay where they are: a replayed graph reads the same memory every time.
-        self._case = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case)
-        with torch.no_grad():
-            trace = make_fx(line, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
-        self._draws = any(_draws(node) for node in trace.graph.nodes)
-        self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
-        self._compute()
-
-    @staticmethod
-    def key(parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor) -> Any:
-        """Equal for chunks that the same trace serves."""
-        leaves, form = tree_flatten((inputs, targets))
-        shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in (*leaves, weights))
-        return shapes, str(form), tuple((name, p.dtype) for name, p in parameters.items())
+    @property
+    def draws(self) -> bool:
+        return self._line.draws
 
     def __call__(
         self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip
     ) -> ClippedSum:
-        # Most calls come with the parameters of the call before: the chunks of one step.
-        stamps = [(p, p._version) for p in parameters.values()]
-        if not same_tensors(stamps, self._parameters):
-            torch._foreach_copy_(list(self._case[0].values()), list(parameters.values()))
-            self._parameters = stamps
-        *case, c, bound = self._case[1:]
-        for mine, theirs in zip(tree_leaves(case), tree_leaves([inputs, targets, weights]), strict=True):
-            mine.copy_(theirs)
-        if clip != self._clip:  # every launch that is saved counts where chunks are short
-            for mine, theirs in zip((c, bound), clip.limits_on(weights.device), strict=True):
-                mine.copy_(theirs)
-            self._clip = clip
-        if self._graph is None:
-            return ClippedSum(*self._compute(), weights > 0)
-        self._graph.replay()
-        total, norms, truncated = (t.clone() for t in self._out)  # the next replay writes there
-        return ClippedSum(total, norms, truncated, weights > 0)
+        if clip != self._clip:
+            self._clip, self._limits = clip, clip.limits_on(weights.device)
+        total, norms, cut = (t.clone() for t in self._line((parameters, self._limits), inputs, targets, weights))
+        return ClippedSum(total, norms, cut, weights > 0)
 
-    def _compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.no_grad():
-            out: tuple[Tensor, Tensor, Tensor] = self._run(*self._case)
-        return out
+
+class CompiledGradients:
+    """The gradients of the samples of chunks of the shapes of the first one, every coordinate of them.
+
+    Args:
+        reference: of the first chunk.
+    """
+
+    _CLIP = Clip(1.0)
+
+    def __init__(
+        self,
+        engine: str,
+        model: nn.Module,
+        loss: Loss,
+        parameters: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+        copies: int,
+        reference: Reference,
+    ) -> None:
+        def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+            found = gradients_of_chunk(engine, model, loss, parameters, inputs, targets, copies)
+            return tuple(g.dense() for g in found)
+
+        few = slice(_CHECKED * copies)
+        x, y = tree_map(lambda t: t[few], (inputs, targets))
+        ones = torch.ones(rows(x) // copies, dtype=torch.float64, device=next(iter(parameters.values())).device)
+        plain = sum_of_chunk(engine, model, loss, parameters, x, y, ones, self._CLIP, copies)
+        self._line = Line(line, parameters, inputs, targets)
+        if not self._line.draws:
+            mine = [t[: len(ones)] for t in self._line(parameters, inputs, targets)]
+            require_equal(self._CLIP.sum(mine, ones), plain, reference(few, ones, self._CLIP))
+        self._line.capture()
+
+    def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> list[Gradients]:
+        return [Dense(t) for t in self._line(parameters, inputs, targets)]
+
+
+def key(parameters: dict[str, Tensor], *rest: Any) -> Any:
+    """Equal for chunks that the same trace serves."""
+    leaves, form = tree_flatten(rest)
+    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in leaves)
+    return shapes, str(form), tuple((name, p.dtype) for name, p in parameters.items())
 
 
 def require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> None:

@@ -14,7 +14,16 @@ from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.engines.choice import choose, exact, quiet
 from modelmix.training.engines.chunk import Loss, check_rows, gradients_of_chunk, known, rows, sum_of_chunk
-from modelmix.training.engines.compiled import Compiled, Stamps, UnfitError, require_equal, same_tensors
+from modelmix.training.engines.compiled import (
+    Compiled,
+    CompiledGradients,
+    Reference,
+    Stamps,
+    UnfitError,
+    key,
+    require_equal,
+    same_tensors,
+)
 from modelmix.training.engines.layers import rule_for, wide
 from modelmix.training.gradients import Gradients
 from modelmix.training.parameters import FlatParameters
@@ -66,6 +75,7 @@ class Engine:
             self._check_kernels(probe)
         self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
         self._compiled: dict[Any, Compiled] = {}
+        self._gradients: dict[Any, CompiledGradients] = {}
         self._last: tuple[Stamps, dict[str, Tensor]] | None = None
         self.fixed_shapes = self._compile or device.type != "cpu"
         """Whether chunks should all have one shape; on a processor that only costs time."""
@@ -91,34 +101,54 @@ class Engine:
     ) -> ClippedSum:
         """The clipped sum of one chunk at the given parameters; see ``sum_of_chunk``."""
         check_rows((inputs, targets), weights, copies)
-        given = parameters, inputs
+        reference = self._reference(parameters, inputs, targets, copies)
         loss, parameters, inputs = self._ready(parameters, inputs)
+        if self._compile and weights.shape[0]:
+            form = key(parameters, inputs, targets, weights), self._modes(), clip.p == 1, clip.norm, copies
+            try:
+                if form not in self._compiled:
+                    case = (self._model, loss, parameters, inputs, targets, weights, clip, copies)
+                    self._compiled[form] = Compiled(self.name, *case, reference)
+                return self._compiled[form](parameters, inputs, targets, weights, clip)
+            except UnfitError as reason:
+                self._uncompiled(reason)
+        return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
 
-        def reference(rows: slice, weights: Tensor) -> ClippedSum:
-            x, y = tree_map(lambda t: t[rows], (given[1], targets))
+    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> list[Gradients]:
+        """The gradients of the samples of one chunk, for who bounds them in a way of his own.
+
+        Where they are compiled every coordinate of all of them is held, and the next call may write over them.
+        """
+        reference = self._reference(parameters, inputs, targets, copies)
+        loss, parameters, inputs = self._ready(parameters, inputs)
+        if self._compile and rows((inputs, targets)):
+            form = key(parameters, inputs, targets), self._modes(), copies
+            try:
+                if form not in self._gradients:
+                    case = (self._model, loss, parameters, inputs, targets, copies)
+                    self._gradients[form] = CompiledGradients(self.name, *case, reference)
+                return self._gradients[form](parameters, inputs, targets)
+            except UnfitError as reason:
+                self._uncompiled(reason)
+        return gradients_of_chunk(self.name, self._model, loss, parameters, inputs, targets, copies)
+
+    def _reference(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int) -> Reference:
+        def reference(rows: slice, weights: Tensor, clip: Clip) -> ClippedSum:
+            x, y = tree_map(lambda t: t[rows], (inputs, targets))
             if self._dtype is not None:  # samples may come in the precision of the run
                 own = next(self._original.parameters()).dtype
                 x = tree_map(lambda t: t.to(own) if t.dtype == self._dtype else t, x)
             with exact():
-                return sum_of_chunk("universal", self._original, self._loss, given[0], x, y, weights, clip, copies)
+                return sum_of_chunk("universal", self._original, self._loss, parameters, x, y, weights, clip, copies)
 
-        if self._compile and weights.shape[0]:
-            modes = tuple(module.training for module in self._model.modules())
-            key = (Compiled.key(parameters, inputs, targets, weights), modes, clip.p == 1, clip.norm, copies)
-            try:
-                if key not in self._compiled:
-                    case = (self._model, loss, parameters, inputs, targets, weights, clip, copies)
-                    self._compiled[key] = Compiled(self.name, *case, reference)
-                return self._compiled[key](parameters, inputs, targets, weights, clip)
-            except UnfitError as reason:
-                self._compile = False
-                warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=2)
-        return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
+        return reference
 
-    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> list[Gradients]:
-        """The gradients of the samples of one chunk, for who bounds them in a way of his own; never compiled."""
-        loss, parameters, inputs = self._ready(parameters, inputs)
-        return gradients_of_chunk(self.name, self._model, loss, parameters, inputs, targets, copies)
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._model.modules())
+
+    def _uncompiled(self, reason: UnfitError) -> None:
+        self._compile = False
+        warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=3)
 
     def _ready(self, parameters: dict[str, Tensor], inputs: Any) -> tuple[Loss, dict[str, Tensor], Any]:
         """Loss, parameters and inputs in the precision of the run."""
