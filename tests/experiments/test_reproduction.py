@@ -235,6 +235,20 @@ def test_a_run_that_fails_is_named_and_the_next_begins(run, folder):
     assert load(folder, "two", "gaussian").steps == 6
 
 
+def test_data_that_is_not_there_is_said_once(run, tmp_path):
+    given = ["--data-dir", tmp_path / "nowhere", "--out", tmp_path / "out", "--seeds", 2]
+    code, out, err = run("reproduce", "table2", "--row", "svhn-eps2", "--row", "cifar10-eps4", *given, "--json")
+    assert code == 1
+    failed = json.loads(out)["failed"]
+    assert len(failed) == 2 * 2 * 5
+    assert all("modelmix data fetch" in one["why"] for one in failed)
+    assert sorted(line.split(" can be made")[0] for line in err.splitlines() if "can be made" in line) == [
+        "no run on cifar10",
+        "no run on svhn",
+    ]
+    assert "FAILED" not in err
+
+
 def test_whatever_a_run_raises_is_one_line(run, folder, monkeypatch):
     errors = iter(
         [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RuntimeError("an\nodd\nthing"), OSError(28, "x")]

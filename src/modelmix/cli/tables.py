@@ -83,11 +83,21 @@ def _carry_out(
     store = Store(data_dir, performance)
     done: list[Result] = []
     failed: list[dict[str, str]] = []
+    absent: dict[str, str] = {}  # data sets that cannot be read, and why: said once for all their runs
     for i, run in enumerate(runs, start=1):
-        head = f"[{i}/{len(runs)}] {run.name}"
+        head, data = f"[{i}/{len(runs)}] {run.name}", run.recipe.data
         try:
             if (found := run.finished(out)) is not None:
                 done.append(found)
+                continue
+            if data not in absent:
+                try:
+                    store.data(run.recipe)
+                except ModelMixError as error:
+                    absent[data] = reason(error)
+                    _say(f"no run on {data} can be made: {absent[data]}")
+            if data in absent:
+                failed.append({"run": run.name, "why": absent[data]})
                 continue
             _say(f"{head}: {_work(run)}")
             with plain_warnings():

@@ -37,18 +37,23 @@ class Store:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._engines: dict[Any, Engine] = {}
 
-    def prepared(self, recipe: Recipe, run: Path) -> Prepared:
-        """What this recipe trains on; ``run`` is the folder of its run, which may have released moments already."""
+    def data(self, recipe: Recipe) -> DataSet:
+        """The images of this recipe, as they are."""
         source = recipe.data, recipe.image_size
         if self._data is None or self._source != source:
             self._data, self._prepared = None, {}  # room before the next one comes
             self._data, self._source = load(recipe.data, self._data_dir, recipe.image_size), source
+        return self._data
+
+    def prepared(self, recipe: Recipe, run: Path) -> Prepared:
+        """What this recipe trains on; ``run`` is the folder of its run, which may have released moments already."""
+        data = self.data(recipe)
         if recipe.normalise == "private":
-            recipe.plan(len(self._data.train))  # refuses a run that cannot pay, before its moments are released
-            return prepare(recipe, self._data, self.device, run)
+            recipe.plan(len(data.train))  # refuses a run that cannot pay, before its moments are released
+            return prepare(recipe, data, self.device, run)
         key = tuple(getattr(recipe, name) for name in _PREPARATION)
         if key not in self._prepared:
-            self._prepared[key] = prepare(recipe, self._data, self.device, data_dir=self._data_dir)
+            self._prepared[key] = prepare(recipe, data, self.device, data_dir=self._data_dir)
         return self._prepared[key]
 
     def engine(self, recipe: Recipe, prepared: Prepared) -> Engine:

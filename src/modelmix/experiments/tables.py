@@ -28,7 +28,7 @@ KINDS = {
     "paper": "Algorithm 1 as printed, with the paper's settings",
     "plain": "plain DP-SGD, with the paper's settings for it",
     "gaussian": "Algorithm 1 with the mixing replaced by Gaussian noise of the same epsilon",
-    "best": "the strongest run that is proved",
+    "best": "the strongest proved run, by what was tried on held-out training images",
 }
 """The kinds of runs, in the order of the columns."""
 
