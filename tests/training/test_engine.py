@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from modelmix import Mechanism, Performance, Trainer
+from modelmix import Embedding, EmbeddingMechanism, Mechanism, Performance, Trainer
 from modelmix.errors import ModelMixError
 from modelmix.models.networks import Pixels, cnn
 from modelmix.models.residual import StandardisedConv2d
@@ -309,6 +309,25 @@ def test_attention_is_replayed_unless_it_drops_something(fast_compiler, dropout)
     engine(flat.views(flat.read()), x, y, one, Clip(1.0))
     (found,) = engine._compiled.values()
     assert found.draws is (dropout > 0)
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_compiled_run_that_drops_something_goes_on_as_it_would_have(fast_compiler, tmp_path, embedded):
+    """Compiling tries the model out: it must not use up the random numbers of the step it falls into."""
+    x, y = torch.randn(24, 3, 4, 4), torch.randint(0, 10, (24,))
+    mechanism = EmbeddingMechanism(1.0, 0.5) if embedded else Mechanism(1.0, 0.5)
+
+    def run(**folder):
+        torch.manual_seed(0)
+        return Trainer(
+            nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Dropout(0.5), nn.Linear(8, 10)), nn.CrossEntropyLoss(),
+            (x, y), mechanism, 1.0, 0.5, seed=1, performance=Performance(compiled=True, chunk=8),
+            embedding=Embedding((x[:9], y[:9]), 6) if embedded else None, **folder,
+        )  # fmt: skip
+
+    whole = run().run(4, progress=False).state.last
+    run(folder=tmp_path).run(2, progress=False)
+    assert torch.equal(run(folder=tmp_path, resume=True).run(2, progress=False).state.last, whole)
 
 
 def test_an_engine_serves_many_models_of_one_builder(fast_compiler):

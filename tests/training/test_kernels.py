@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from modelmix.errors import ModelMixError
 from modelmix.models.residual import StandardisedConv2d
-from modelmix.training import kernels
+from modelmix.training import clipping, embedding, kernels
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine, hooks, sum_of_chunk
 from modelmix.training.engines.layers import RULES, reparametrised, standardised
@@ -223,6 +224,39 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
     assert max(norms) <= clip.c
     assert max(tops) <= clip.coordinate_bound
     assert p > 1 or min(norms) >= clip.c * (1 - 1e-5)  # and not by more than it must
+
+
+@pytest.mark.parametrize("c", [0.02, 1.38e-5, 1e-20])
+@pytest.mark.parametrize("p", [1, 25])
+@pytest.mark.parametrize("size", [1e-30, 1e10, 1e25, 3e30, 1e35, 3e38])
+def test_gradients_too_long_for_float32_to_scale_add_nothing(everywhere, monkeypatch, c, p, size):
+    """A factor below 2^-126 has fewer than 24 bits: what it gives could be twice the clip."""
+    monkeypatch.setattr(clipping, "scales_in_float32", lambda device: True)
+    monkeypatch.setattr(embedding, "_precision", lambda device: torch.float32)
+    rows = torch.full((1, 512), size)
+    rows[0, :2] = 0
+    one, clip = torch.ones(1, dtype=torch.float64), Clip(c, p)
+    seen, back = torch.full((1, 2, 4, 4), 0.05), torch.full((1, 5, 4, 4), size)
+    outer = Outer(torch.ones(1, 20), torch.full((1, 30), size))
+    for g in (Dense(rows), outer, Windows(seen, back, GEOMETRY)):
+        total, *_ = clip.at_once([g], one, *clip.limits_on(one.device))
+        assert bool(torch.isfinite(total).all())
+        assert float(total.norm()) <= c
+        assert float(total.abs().max()) <= clip.coordinate_bound
+    basis = embedding.Basis(((slice(0, 512), torch.eye(512, 2, dtype=torch.float64)),))
+    for whole in (math.inf, math.hypot(2.5 * c, c)):
+        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum([(Dense(rows), 512)], basis, one)
+        assert bool(torch.isfinite(part.total).all())
+        assert float(part.total.norm()) <= c
+        assert float((basis.reconstruct(e) + part.total).norm()) <= whole
+
+
+def test_a_clip_too_small_for_float32_is_refused(monkeypatch):
+    limits = Clip(1e-29, 10_000).limits_on
+    assert limits(torch.device("cpu"))
+    monkeypatch.setattr(clipping, "scales_in_float32", lambda device: True)
+    with pytest.raises(ModelMixError, match="at least 1e-30"):
+        limits(torch.device("cpu"))
 
 
 def test_a_sum_of_other_numbers_than_were_measured_is_no_sum(everywhere, monkeypatch):

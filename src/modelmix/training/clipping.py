@@ -26,6 +26,8 @@ from modelmix.training.gradients import Dense, Gradients
 MARGIN = 2.0**-20
 
 _SMALLEST = 1e-100  # a gradient that would have to be clipped to less can have squares that are no longer numbers
+_SMALLEST_FLOAT = 1e-30  # the same where gradients are scaled in float32
+_FINEST = 2.0**-100  # of what float32 can scale by with full precision, with room for the products
 _CACHE = 4 * 2**20  # bytes of float64 that a processor core works on at once
 _FEW = 4  # samples at a time, below which a block is not worth its overhead
 _NARROW = 4096  # coordinates below which a parameter is not worth a pass of its own
@@ -144,6 +146,11 @@ class Clip:
 
     def limits_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What norms and coordinates are cut to: the bounds less the margin, as float64 numbers on the device."""
+        if scales_in_float32(device) and self.coordinate_bound < _SMALLEST_FLOAT:
+            raise ModelMixError(
+                f"c = {self.c:g} with p = {self.p} is not allowed on {device.type}: c/sqrt(p) must be at least "
+                f"{_SMALLEST_FLOAT:g}."
+            )
         c, bound = self.c * (1 - MARGIN), self.coordinate_bound * (1 - MARGIN)
         wide = {"dtype": torch.float64, "device": device}
         return torch.full((), c, **wide), torch.full((), bound, **wide)  # type: ignore[call-overload]
@@ -153,7 +160,19 @@ class Clip:
 
     def _scale(self, powers: Tensor, drawn: Tensor, c: Tensor) -> Tensor:
         scale = (c / self._norms(powers).clamp_min(1e-300)).clamp_max(1.0)
-        return torch.where(torch.isfinite(powers) & drawn, scale, 0.0)
+        return torch.where(torch.isfinite(powers) & drawn, usable(scale), 0.0)
+
+
+def scales_in_float32(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def usable(scale: Tensor) -> Tensor:
+    """Scales as they are used: a gradient 2^100 times too long adds nothing where float32 could not scale it rightly.
+
+    Below 2^-126 a float32 has less than its 24 bits, and what is summed would no longer be what was measured.
+    """
+    return torch.where(scale < _FINEST, 0.0, scale) if scales_in_float32(scale.device) else scale
 
 
 Part = tuple[slice, slice]

@@ -27,12 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modelmix.errors import ModelMixError
 from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.validation import whole
-from modelmix.training.clipping import MARGIN, Clip, ClippedSum
+from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
 from modelmix.training.engines.choice import rough
 from modelmix.training.gradients import Dense, Gradients
 from modelmix.training.sampling import TensorSource
 
-_NOTHING = 1e-12  # the square of what gradients in float32 know about a direction they do not have
+# What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
+_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
 
 Flat = Sequence[tuple[Gradients, int]]
@@ -56,7 +57,7 @@ class Embedding:
         self.source = TensorSource(*public)
         self.size = whole("size", size, "the number of basis vectors", least=1)
         self.groups = whole("groups", groups, "the number of groups", least=1)
-        self._here: tuple[torch.device, Any] | None = None
+        self._here: tuple[Any, Any] | None = None
         if self.source.n == 0:
             raise ModelMixError("there is no public sample: gradient embedding needs some.")
 
@@ -78,9 +79,11 @@ class Embedding:
             yield inputs, targets, count
 
     def _on(self, device: torch.device) -> Any:
-        """The samples on a device, sent there once for all steps."""
-        if self._here is None or self._here[0] != device:
-            self._here = device, tree_map(lambda t: t.to(device), (self.source.inputs, self.source.targets))
+        """The samples on a device, sent there once for all steps unless someone writes to them."""
+        own = self.source.inputs, self.source.targets
+        stamp = device, [t._version for t in tree_leaves(own)]
+        if self._here is None or self._here[0] != stamp:
+            self._here = stamp, tree_map(lambda t: t.to(device), own)
         return self._here[1]
 
     def layout(self, coordinates: int) -> list[tuple[slice, int]]:
@@ -143,15 +146,15 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
         for part, k in layout
     ]
     sums = [torch.zeros_like(start) for start in starts]
-    with rough(device):
-        for gradients in chunks:
-            for (part, _), start, total in zip(layout, starts, sums, strict=True):
-                g = columns(gradients, part)
+    for gradients in chunks:
+        for (part, _), start, total in zip(layout, starts, sums, strict=True):
+            g = columns(gradients, part)
+            with rough(device):
                 total.addmm_(g.T, g @ start)
     starts.clear()
     if not bool(torch.stack([torch.isfinite(total).all() for total in sums]).all()):
         raise ModelMixError("the loss or gradient of a public sample is not finite: no step was taken. Lower lr.")
-    return Basis(tuple((part, _orthonormal(total.double())) for (part, _), total in zip(layout, sums, strict=True)))
+    return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, sums, strict=True)))
 
 
 def _precision(device: torch.device) -> torch.dtype:
@@ -160,14 +163,15 @@ def _precision(device: torch.device) -> torch.dtype:
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
-    """Orthonormal columns of the same span; zeros for the directions that are rounding and nothing else."""
+    """Orthonormal columns of the same span; zeros for directions that are seen to be rounding and nothing else."""
+    nothing, vectors = _NOTHING[vectors.dtype], vectors.double()
     vectors = vectors / vectors.abs().max().clamp_min(1e-300)
     quick = _by_cholesky(vectors)
     if quick is not None:
         return quick
     found = torch.linalg.qr(vectors)
     sizes = found.R.diagonal().abs()
-    kept: Tensor = found.Q * (sizes > _NOTHING * sizes.max())
+    kept: Tensor = found.Q * (sizes > nothing * sizes.max())
     return kept
 
 
@@ -255,23 +259,23 @@ class EmbeddingClip:
         rows = fine & drawn
         embeddings = torch.where(rows[:, None], embeddings, 0.0)
         shorter, smaller = (
-            torch.where(rows, _scale(c, torch.where(fine, size, 1.0)), 0.0)
+            torch.where(rows, usable(_scale(c, torch.where(fine, size, 1.0))), 0.0)
             for c, size in ((self.c0, lengths), (self.c1, norms))
         )
         out = self._summed(gradients, basis, embeddings, shorter, smaller)
         if self.c < math.inf:
             # As much as it sticks out; where truncation did not shrink along, as much as is enough for certain.
             for enough in (self._in_proportion, self._for_certain):
-                fits = self._fits(out)
+                fits = self._fits(out, 3 * MARGIN / 4)
                 if bool(fits.all()):
                     break
                 shrink = torch.where(fits, 1.0, enough(out, smaller * torch.where(fine, norms, 0.0)))
-                shorter, smaller = shorter * shrink, smaller * shrink
+                shorter, smaller = usable(shorter * shrink), usable(smaller * shrink)
                 out = self._summed(gradients, basis, embeddings, shorter, smaller)
         released = embeddings * shorter[:, None]
         ok = (torch.linalg.vector_norm(released, dim=1) <= self.c0 * (1 - MARGIN / 2)).all()
         residuals = torch.where(rows, out.squares.sqrt() * smaller, 0.0)
-        ok = ok & (residuals <= self.c1 * (1 - MARGIN / 2)).all() & self._fits(out).all()
+        ok = ok & (residuals <= self.c1 * (1 - MARGIN / 2)).all() & self._fits(out, MARGIN / 2).all()
         total = torch.where(ok, out.total, torch.nan)
         return released.sum(0), ClippedSum(total, torch.where(fine, norms, torch.nan), out.cuts, drawn)
 
@@ -300,9 +304,9 @@ class EmbeddingClip:
             _together(wholes or nothing),
         )
 
-    def _fits(self, out: _Summed) -> Tensor:
-        """Which V e + r have norms below c and coordinates below c/sqrt(p), with half the margin left."""
-        (length, top), c = out.whole, self.c * (1 - MARGIN / 2)
+    def _fits(self, out: _Summed, margin: float) -> Tensor:
+        """Which V e + r have norms below c and coordinates below c/sqrt(p), with a margin."""
+        (length, top), c = out.whole, self.c * (1 - margin)
         return (length <= c) & (top <= c / math.sqrt(self.p))
 
     def _in_proportion(self, out: _Summed, norms: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Engine:
             self._check_kernels(probe)
         self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
         self._compiled: dict[Any, Compiled] = {}
-        self._gradients: dict[Any, CompiledGradients] = {}
+        self._gradients: dict[Any, CompiledGradients | None] = {}
         self._last: tuple[Stamps, dict[str, Tensor]] | None = None
         self.fixed_shapes = self._compile or device.type != "cpu"
         """Whether chunks should all have one shape; on a processor that only costs time."""
@@ -108,10 +109,12 @@ class Engine:
             try:
                 if form not in self._compiled:
                     case = (self._model, loss, parameters, inputs, targets, weights, clip, copies)
-                    self._compiled[form] = Compiled(self.name, *case, reference)
+                    with self._draws_apart():
+                        self._compiled[form] = Compiled(self.name, *case, reference)
                 return self._compiled[form](parameters, inputs, targets, weights, clip)
             except UnfitError as reason:
-                self._uncompiled(reason)
+                self._compile = False
+                _say_uncompiled(reason)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
 
     def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> list[Gradients]:
@@ -123,14 +126,24 @@ class Engine:
         loss, parameters, inputs = self._ready(parameters, inputs)
         if self._compile and rows((inputs, targets)):
             form = key(parameters, inputs, targets), self._modes(), copies
-            try:
-                if form not in self._gradients:
-                    case = (self._model, loss, parameters, inputs, targets, copies)
-                    self._gradients[form] = CompiledGradients(self.name, *case, reference)
-                return self._gradients[form](parameters, inputs, targets)
-            except UnfitError as reason:
-                self._uncompiled(reason)
+            if form not in self._gradients:
+                case = (self._model, loss, parameters, inputs, targets, copies)
+                try:
+                    with self._draws_apart():
+                        self._gradients[form] = CompiledGradients(self.name, *case, reference)
+                except UnfitError as reason:
+                    # For this form alone: gradients of public samples may not hang on what private ones met.
+                    self._gradients[form] = None
+                    _say_uncompiled(reason)
+            line = self._gradients[form]
+            if line is not None:
+                return line(parameters, inputs, targets)
         return gradients_of_chunk(self.name, self._model, loss, parameters, inputs, targets, copies)
+
+    def _draws_apart(self) -> AbstractContextManager[None]:
+        """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""
+        device = next(self._original.parameters()).device
+        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
     def _reference(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int) -> Reference:
         def reference(rows: slice, weights: Tensor, clip: Clip) -> ClippedSum:
@@ -145,10 +158,6 @@ class Engine:
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._model.modules())
-
-    def _uncompiled(self, reason: UnfitError) -> None:
-        self._compile = False
-        warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=3)
 
     def _ready(self, parameters: dict[str, Tensor], inputs: Any) -> tuple[Loss, dict[str, Tensor], Any]:
         """Loss, parameters and inputs in the precision of the run."""
@@ -202,6 +211,10 @@ def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _in_full(loss: Loss) -> Loss:
     """A loss that is given its outputs in float32, where they come in less."""
     return lambda outputs, targets: loss(tree_map(wide, outputs), targets)
+
+
+def _say_uncompiled(reason: UnfitError) -> None:
+    warnings.warn(f"the model runs uncompiled, which is right and slower: {reason}", stacklevel=3)
 
 
 def _say_what_is_slow(model: nn.Module) -> None:

@@ -33,13 +33,14 @@ def _measured(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
         return False
     weights = g.shape[1] * x.shape[1] // geometry.groups * geometry.kernel[0] * geometry.kernel[1]
     m = max(1, min(256, _MOST_BYTES // (4 * weights)))
+    own = torch.Generator(x.device).manual_seed(0)  # the step's random numbers are not for trying things out
     seen, back = (
-        torch.randn(m * geometry.copies, *t.shape[1:], device=t.device)
+        torch.randn(m * geometry.copies, *t.shape[1:], device=t.device, generator=own)
         .to(t.dtype)
         .contiguous(memory_format=torch.channels_last)
         for t in (x, g)
     )
-    scale = torch.rand(m, dtype=torch.float64, device=x.device)
+    scale = torch.rand(m, dtype=torch.float64, device=x.device, generator=own)
     bound = torch.ones((), dtype=torch.float64, device=x.device)
     numbers = geometry.numbers()
     rounding = 1e-2 if kernels.kept_as(x) == torch.bfloat16 else 1e-4  # what is written down may be rounded
