@@ -226,9 +226,9 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
     assert p > 1 or min(norms) >= clip.c * (1 - 1e-5)  # and not by more than it must
 
 
-@pytest.mark.parametrize("c", [0.02, 1.38e-5, 1e-20])
+@pytest.mark.parametrize("c", [0.02, 1.38e-5])
 @pytest.mark.parametrize("p", [1, 25])
-@pytest.mark.parametrize("size", [1e-30, 1e10, 1e25, 3e30, 1e35, 3e38])
+@pytest.mark.parametrize("size", [1e-30, 3e30, 1e35, 3e38])
 def test_gradients_too_long_for_float32_to_scale_add_nothing(everywhere, monkeypatch, c, p, size):
     """A factor below 2^-126 has fewer than 24 bits: what it gives could be twice the clip."""
     monkeypatch.setattr(clipping, "scales_in_float32", lambda device: True)
