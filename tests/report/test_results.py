@@ -120,7 +120,7 @@ def test_an_epsilon_above_that_of_the_row_is_named_and_reaches_nothing():
     found = cell(dear)
     assert found.epsilon > 8
     assert not found.reaches
-    assert re.search(r"99\.0.* ↓ \(99\.0-99\.0, 1, epsilon \d+\.\d\d\)", page(dear))
+    assert re.search(r"99\.0.* ↓ \(1 run, epsilon \d+\.\d\d\)", page(dear))
 
 
 def test_what_is_not_proved_has_no_epsilon():
@@ -134,7 +134,7 @@ def test_a_run_beside_which_nothing_is_printed_has_no_mark():
     assert cell(one).reaches is None
     found = line(page(one), one.row)
     assert found[3] == "-"
-    assert "[90.0](results/transfer/cifar10-eps0.64/plain-1.json) (90.0-90.0, 1)" in found
+    assert "[90.0](results/transfer/cifar10-eps0.64/plain-1.json) (1 run)" in found
 
 
 def test_a_run_without_privacy_says_so():
@@ -209,7 +209,7 @@ def test_on_screen_page_and_figure(run, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     code, out, err = run("results", "--markdown", "page/all.md", "--figure", "page/figures/all.png")
     assert (code, err) == (0, "")
-    assert re.search(r"cifar10-eps8 +70\.4 +56\.1 .*30\.0 \(30\.0-30\.0, 1\)↓ +57\.0 \(57\.0-58\.0, 2\)", out)
+    assert re.search(r"cifar10-eps8 +70\.4 +56\.1 .*30\.0 \(1 run\)↓ +57\.0 \(57\.0-58\.0, 2\)", out)
     assert "plain: 3,500 steps, 62 s a run, a machine" in out
     text = (folder / "page/all.md").read_text()
     assert "![test accuracy against epsilon](figures/all.svg)" in text

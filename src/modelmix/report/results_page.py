@@ -35,11 +35,11 @@ edit it. To run what is missing, and to write it again:
     modelmix results --markdown docs/results.md --figure docs/figures/accuracy.png
 
 A cell is the median over seeds (of an even number the worse of the two in the middle) with a link to the file of that
-run; in brackets the lowest, the highest and the number of runs. **Bold** reaches the number printed for the same
-epsilon, {below} does not, and a dash is a run that was not made or a number that was not printed. The test set was
-read once a run, after the last step; a run that keeps an average of its states reports the average, any other the last
-state. Every epsilon is recomputed from the ledger in the file, at delta = 1e-5, and named in the cell if it is above
-that of the row. Seeds make runs repeatable, which is right for public data and for nothing else.
+run; in brackets the lowest, the highest and the number of runs, where there are several. **Bold** reaches the number
+printed for the same epsilon, {below} does not, and a dash is a run that was not made or a number that was not printed.
+The test set was read once a run, after the last step; a run that keeps an average of its states reports the average,
+any other the last state. Every epsilon is recomputed from the ledger in the file, at delta = 1e-5, and named in the
+cell if it is above that of the row. Seeds make runs repeatable, which is right for public data and for nothing else.
 
 | column | what |
 | --- | --- |
@@ -65,12 +65,13 @@ def render(summary: Summary, folder: Path, figure: Path | None = None) -> str:
 
 
 def cell_text(cell: Cell | None) -> str:
-    """A cell without links and marks: median (lowest-highest, runs)."""
+    """A cell without links and marks: median (lowest-highest, runs); one run has no spread."""
     if cell is None:
         return "-"
     low, high = cell.spread
     dear = f", epsilon {up(cell.epsilon or 0.0, 2)}" if cell.too_expensive else ""
-    return f"{cell.middle.reported:.1f} ({low:.1f}-{high:.1f}, {len(cell.results)}{dear})"
+    runs = f"{low:.1f}-{high:.1f}, {len(cell.results)}" if len(cell.results) > 1 else "1 run"
+    return f"{cell.middle.reported:.1f} ({runs}{dear})"
 
 
 def printed(row: Row) -> tuple[str, str]:
