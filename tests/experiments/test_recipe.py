@@ -214,6 +214,7 @@ NONSENSE = {
     "table for a number": ({"clip": {"1": 2}}, "it must be a number"),
     "text for a schedule": ({"lr": "cosine"}, "it must be a number or a schedule"),
     "half a seed": ({"seed": 1.5}, "it must be a whole number"),
+    "a huge seed": ({"seed": 2**63}, "the seed must be between"),
     "text for a seed": ({"seed": "1"}, "it must be a whole number"),
     "unknown mechanism": ({"mechanism": "modelmux"}, "choose one of modelmix, modelmix-laplace"),
     "neither epsilon nor z": ({"epsilon": None}, "one of epsilon, noise_multiplier: it has none"),

@@ -235,6 +235,27 @@ def test_a_run_that_fails_is_named_and_the_next_begins(run, folder):
     assert load(folder, "two", "gaussian").steps == 6
 
 
+def test_a_kind_that_some_rows_lack_is_run_for_the_others(run, tmp_path):
+    given = ["--data-dir", tmp_path / "nowhere", "--out", tmp_path / "out", "--kind", "paper", "--json"]
+    code, out, _ = run("reproduce", "transfer", *given)
+    assert code == 1  # there is no data
+    assert [one["run"] for one in json.loads(out)["failed"]] == [
+        "transfer cifar10-eps0.64 paper, seed 1",
+        "transfer cifar10-eps2 paper, seed 1",
+    ]
+    code, _, err = run("reproduce", "transfer", "--row", "cifar10-epsinf", *given)
+    assert code == 2
+    assert "has no paper run" in err
+
+
+def test_a_place_that_cannot_hold_results_is_refused_at_once(run, folder):
+    (folder / "file").write_text("")
+    for out in (folder / "file", folder / "file" / "below"):
+        code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--out", out)
+        assert code == 2
+        assert "is not a folder. Choose another --out." in err
+
+
 def test_data_that_is_not_there_is_said_once(run, tmp_path):
     given = ["--data-dir", tmp_path / "nowhere", "--out", tmp_path / "out", "--seeds", 2]
     code, out, err = run("reproduce", "table2", "--row", "svhn-eps2", "--row", "cifar10-eps4", *given, "--json")
@@ -322,9 +343,12 @@ def test_a_result_that_cannot_be_written_is_not_lost(run, folder):
     [
         ({"version": 2}, "is of version 2 and this program reads version 1: use the program that wrote it"),
         ({"schema": "other"}, "is not the result of a run: move it away"),
-        ({"recipe": {"steps": 7, "noise_multiplier": 2.0, "batch": 40, "mechanism": "plain"}}, "of another recipe"),
+        ({"recipe": {"steps": 6, "noise_multiplier": 2.0, "batch": 40, "mechanism": "plain"}}, "of another recipe"),
         ({"steps": "six"}, "was edited: steps cannot be right"),
         ({"accuracy": {"reported": "last", "last": 7.0}}, "its numbers cannot be right"),
+        ({"accuracy": {"reported": "last", "last": "0.9"}}, "its numbers cannot be right"),
+        ({"steps": 5}, "its numbers cannot be right"),
+        ({"data": {}}, "its numbers cannot be right"),
         ({"ledger": {}}, "is not a ledger"),
     ],
 )

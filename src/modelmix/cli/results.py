@@ -43,7 +43,12 @@ def results(
     modelmix results
     modelmix results results --markdown results.md --figure accuracy.png
     """
-    found = summarise(read(folders or [folder for folder in _PLACES if folder.is_dir()][:1]))
+    places = folders or [folder for folder in _PLACES if folder.is_dir()][:1]
+    results = read(places)
+    if not results:
+        looked = ", ".join(map(str, places or _PLACES))
+        print(f"modelmix: no results in {looked}: modelmix reproduce writes TABLE/ROW/*.json.", file=sys.stderr)
+    found = summarise(results)
     written = []
     if figure is not None:
         from modelmix.report import accuracy

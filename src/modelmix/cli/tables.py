@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,10 @@ def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knob
     """Carries out the chosen runs. One that fails is named and the next begins; the exit code is then 1."""
     chosen = [tables.row(table, name) for name in dict.fromkeys(choice.rows)] or list(tables.rows(table))
     seeds = range(choice.first_seed, choice.first_seed + whole("--seeds", choice.seeds, "the number of seeds", least=1))
-    pairs = [(row, kind) for row in chosen for kind in dict.fromkeys(choice.kinds) or row.kinds]
+    kinds = dict.fromkeys(choice.kinds)
+    pairs = [(row, kind) for row in chosen for kind in kinds or row.kinds]
+    if not choice.rows and all(any(kind in row.kinds for row in chosen) for kind in kinds):
+        pairs = [(row, kind) for row, kind in pairs if kind in row.kinds]  # some rows of a table have fewer kinds
     for row, kind in pairs:
         row.recipe(kind)  # a name that does not exist is refused before anything begins
     with needs_torch():
@@ -63,6 +67,7 @@ def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knob
     performance.find_device()  # one that is not there is refused before anything begins
     # Seeds last: a table fills row by row, and runs that share data and a network follow each other.
     runs = [Run.of(row, kind, seed, choice.steps, choice.batch) for row, kind in pairs for seed in seeds]
+    _require_place(out)
     done, failed = _carry_out(runs, out, data_dir, performance)
     if json:
         results = [{"file": str(result.path), **_brief(result)} for result in done]
@@ -71,6 +76,14 @@ def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knob
         _say(f"{len(done)} of {len(runs)} runs have a result. Tables of all of them: modelmix results {out}")
     if failed:
         raise typer.Exit(1)
+
+
+def _require_place(out: Path) -> None:
+    """Refuses a folder that cannot be written to before a run is trained for it; makes none."""
+    there = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is not a folder"
+        raise ModelMixError(f"cannot write results to {out}: {there} {why}. Choose another --out.")
 
 
 def _carry_out(

@@ -154,6 +154,8 @@ class Recipe:
             object.__setattr__(self, field.name, _of_kind(field.name, getattr(self, field.name), str(field.type)))
         if self.mechanism not in MECHANISMS:
             raise ModelMixError(f"mechanism = {self.mechanism!r} is unknown: choose one of {', '.join(MECHANISMS)}.")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ModelMixError(f"seed = {self.seed} is not allowed: the seed must be between -2^63 and 2^63.")
         self._one_of("epsilon", "noise_multiplier")
         self._one_of("batch", "sample_rate")
         if MECHANISMS[self.mechanism][2]:

@@ -112,9 +112,14 @@ class Result:
             raise ModelMixError(f"{path} was edited: {', '.join(odd)} cannot be right; restore it.")
         result = cls(**found, path=path)
         try:
-            Ledger.from_json(json.dumps(result.ledger))
+            ledger = Ledger.from_json(json.dumps(result.ledger))
             known = result.table in TABLES and result.kind in KINDS and 0 <= result.reported <= 100
-            if not known or not all(float(result.seconds[name]) >= 0 for name in ("training", "total")):
+            # What was released before training, for private normalisation, is in the ledger as well.
+            taken = result.recipe["steps"] == result.steps <= ledger.steps
+            numbers = isinstance(result.accuracy[result.accuracy["reported"]], float) and result.data["train"] > 0
+            if not (known and taken and numbers):
+                raise ValueError
+            if not all(float(result.seconds[name]) >= 0 for name in ("training", "total")):
                 raise ValueError
         except ModelMixError as error:
             raise ModelMixError(f"{path}: {error}") from None
