@@ -218,6 +218,17 @@ def test_a_file_of_another_length_is_seen_at_once(tmp_path, site, plain, begun):
     assert names(tmp_path) == (["plain-folder/one.bin.part"] if begun else [])
 
 
+@pytest.mark.parametrize("begun", [0, 1000])
+def test_a_shorter_file_of_untold_length_is_not_fetched_for_ever(tmp_path, site, plain, begun):
+    site.files["one.bin"], site.tell_length = b"<html>" * 100, False
+    site.statuses = [None] * 9 + [404]  # ends the test should it ask on and on
+    if begun:
+        part(tmp_path, CONTENT["one.bin"][:begun])
+    message = refused("plain", tmp_path)
+    assert f"{site.url}/one.bin is not the published file: it ends after 600 bytes, published are 300,000" in message
+    assert names(tmp_path) == []
+
+
 def test_an_endless_file_is_cut_short(tmp_path, site, plain):
     site.files["one.bin"], site.tell_length = bytes(20 * SIZE), False
     message = refused("plain", tmp_path)

@@ -103,6 +103,7 @@ def download(
 def _complete(url: str, part: _Part, file: File, patience: Patience, watch: Callable[[int], None]) -> None:
     """Brings ``part`` to the length of the file or beyond it, over as many connections as it takes."""
     failures = 0
+    found_before = part.length > 0
     while part.length < file.size:
         before = part.length
         try:
@@ -113,6 +114,12 @@ def _complete(url: str, part: _Part, file: File, patience: Patience, watch: Call
             reason = f"the server answered {error.code} {error.reason}"
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and before:
                 part.clear()  # the server's file ends before ours does: they are not the same
+                if not found_before:  # the server gave all of it: asking again would bring the same, for ever
+                    raise ModelMixError(
+                        f"{url} is not the published file: it ends after {before:,} bytes, published are "
+                        f"{file.size:,}. It was removed; try again later, or another source with --url-base."
+                    ) from None
+                found_before = False
             elif error.code not in _TRANSIENT:
                 raise ModelMixError(
                     f"{url} cannot be fetched: {reason}. Check the address, or give another source with --url-base."
