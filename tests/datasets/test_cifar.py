@@ -265,6 +265,23 @@ def test_a_folder_with_two_sets_is_not_guessed(tmp_path, contents):
     assert_is_tiny(load("cifar10", tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("other", "file"),
+    [
+        ("svhn", "svhn/test_32x32.mat"),
+        ("fashion-mnist", "fashion-mnist/t10k-labels-idx1-ubyte.gz"),
+        ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte"),
+        ("images in train/<class>/", "train/cat/1.png"),
+    ],
+)
+@pytest.mark.parametrize("place", ["", "cifar10"])
+def test_a_folder_with_two_sets_below_it_is_not_guessed(tmp_path, contents, other, file, place):
+    write(tmp_path / place / cifar.BINARY.folder, contents[cifar.BINARY.folder])
+    assert_is_tiny(load(tmp_path))
+    write((tmp_path / file).parent, {(tmp_path / file).name: b""})
+    assert f"holds files of cifar10 and of {other}: which is meant cannot be told" in refused(tmp_path)
+
+
 def test_the_directory_is_given_or_named_by_the_variable_or_in_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("MODELMIX_DATA", raising=False)

@@ -75,6 +75,19 @@ def test_by_name(folder, tmp_path):
     assert "svhn is not in the data directory" in refused("svhn", data_dir=folder / "other")
 
 
+def test_from_the_parent_unless_another_set_is_there(folder):
+    (folder / "svhn").mkdir()
+    for name in svhn.FILES.values():
+        (folder / name).rename(folder / "svhn" / name)
+    assert len(load(folder).train) == 15
+    (folder / "svhn" / "svhn").mkdir()
+    (folder / "svhn" / "svhn" / svhn.FILES["train"]).write_bytes(b"junk")
+    assert len(load(folder / "svhn").train) == 15, "the folder that is given wins over one below it"
+    (folder / "fashion-mnist").mkdir()
+    (folder / "fashion-mnist" / fashion.CANONICAL["x_train"]).write_bytes(b"")
+    assert "holds files of svhn and of fashion-mnist: which is meant cannot be told" in refused(folder)
+
+
 def test_a_missing_file(folder):
     (folder / "test_32x32.mat").unlink()
     assert "has no file test_32x32.mat: SVHN is train_32x32.mat, test_32x32.mat" in refused(folder)

@@ -91,10 +91,15 @@ def directory(given: str | Path | None = None) -> Path:
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
     """The folder in the data directory that holds files of this set, not yet checked; None if there is none."""
-    folders = (directory(data_dir) / place for place in published(name).places)
-    return next((folder for folder in folders if _THERE[name](folder)), None)
+    return _first(name, directory(data_dir), published(name).places)
 
 
-def held(path: Path) -> list[str]:
-    """The names of the sets whose files lie in this folder, or in this archive."""
-    return [name for name, there in _THERE.items() if there(path)]
+def held(path: Path) -> dict[str, Path]:
+    """The sets whose files lie in this folder, in their usual places below it, or in this archive: name and place."""
+    # What lies in the folder itself wins over the same set below it: the folder is what was given.
+    places = {name: _first(name, path, ("", *CATALOGUE[name].places)) for name in _THERE}
+    return {name: place for name, place in places.items() if place is not None}
+
+
+def _first(name: str, root: Path, places: tuple[str, ...]) -> Path | None:
+    return next((root / place for place in places if _THERE[name](root / place)), None)

@@ -68,7 +68,8 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
             - "cifar10", "svhn", "fashion-mnist": the public files, in the data directory. They are held to the
               published checksums; SVHN with another checksum but the published number of images of each digit is
               called "svhn (rebuilt crops)";
-            - a folder with these files, or with the four idx files of a relative of Fashion-MNIST (MNIST, KMNIST);
+            - a folder with these files of one set, in it or below it as in the data directory, or with the four idx
+              files of a relative of Fashion-MNIST (MNIST, KMNIST);
             - a folder with train/<class>/*.png or *.jpg, and test/<class>/... or one image in ten of train, see
               ``modelmix.data.images``;
             - an archive of CIFAR-10, packed as published;
@@ -88,13 +89,14 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
         return _named(source, data_dir)
     path = Path(source)
     found = catalogue.held(path)
-    if len(found) > 1:
+    kinds = [*found, *(["images in train/<class>/"] if images.there(path) else [])]
+    if len(kinds) > 1:
         raise ModelMixError(
-            f"{path} holds files of {' and of '.join(found)}: which is meant cannot be told. Give the name of one, "
+            f"{path} holds files of {' and of '.join(kinds)}: which is meant cannot be told. Give the name of one, "
             "with this folder as data directory, or a folder that holds one alone."
         )
     if found:
-        return _public(found[0], path)
+        return _public(*next(iter(found.items())))
     if path.suffix == ".npz" and path.is_file():
         return _assembled(path.stem, _npz(path), owned=True)
     if images.there(path):
