@@ -226,6 +226,15 @@ def test_an_unknown_source_is_told_what_is_allowed(source):
     assert "allowed are fashion-mini, a folder with the four idx files" in refused(source)
 
 
+@pytest.mark.parametrize("name", ["passwd", "other.tar.gz", "data.csv"])
+def test_a_file_of_another_kind_is_not_called_missing(tmp_path, name):
+    assert f"{name}' is not there: allowed are" in refused(tmp_path / name)
+    (tmp_path / name).write_bytes(b"x")
+    message = refused(tmp_path / name)
+    assert f"{name}' is there but is no known data set: allowed are fashion-mini" in message
+    assert "cifar-10-binary.tar.gz or cifar-10-python.tar.gz" in message
+
+
 def test_pixels_become_floats_by_public_constants(mini):
     x = torch.arange(256, dtype=torch.uint8)
     found = to_float(x)

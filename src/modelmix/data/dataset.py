@@ -108,9 +108,11 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
             f"{svhn.FILES['train']}: a folder must hold the files of Fashion-MNIST or a relative (idx), of CIFAR-10 or "
             "of SVHN, or images in train/<class>/. Check the path."
         )
+    trouble = "is there but is no known data set" if path.exists() else "is not there"
     raise ModelMixError(
-        f"data {str(source)!r} is not there: allowed are {DEFAULT}, a folder with the four idx files of Fashion-MNIST "
-        "or the files of CIFAR-10 or SVHN or with images in train/<class>/, a file ending in .npz, or one of the names "
+        f"data {str(source)!r} {trouble}: allowed are {DEFAULT}, a folder with the four idx files of Fashion-MNIST "
+        "or the files of CIFAR-10 or SVHN or with images in train/<class>/, a file ending in .npz, "
+        f"{' or '.join(edition.archive for edition in cifar.EDITIONS)}, or one of the names "
         f"{', '.join(catalogue.CATALOGUE)}. Check the spelling and the path."
     )
 
