@@ -141,6 +141,24 @@ def test_other_files_are_not_left_out_in_silence(folder):
     assert "cat/more.png (not" in refused(folder)
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("name", ["loose.png", "labels.csv"])
+def test_loose_files_are_not_left_out_in_silence(folder, split, name):
+    (folder / split / ".hidden").write_text("x")
+    load(folder)
+    picture(folder / split / "loose.png")
+    (folder / split / "loose.png").rename(folder / split / name)
+    assert f"files in {folder / split} cannot be used as images: {name} (not in the folder of a class)" in refused(
+        folder
+    )
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "Val"])
+def test_a_validation_set_is_not_left_out_in_silence(folder, name):
+    picture(folder / name / "cat" / "1.png")
+    assert f"{folder / name} would not be used: allowed are train and test. Rename it test" in refused(folder)
+
+
 def test_a_disguised_picture_of_another_kind(folder):
     Image.new("RGB", (12, 12)).save(folder / "train" / "cat" / "x.gif")
     (folder / "train" / "cat" / "x.gif").rename(folder / "train" / "cat" / "x.png")

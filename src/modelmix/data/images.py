@@ -21,6 +21,7 @@ ENDINGS = (".png", ".jpg", ".jpeg")
 SMALLEST = 8
 """Pixels of a side."""
 
+_VALIDATION = ("val", "valid", "validation")  # folders that other tools read; a split of ours is train or test
 _NAMED = 3  # bad files that an error names
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # of 8 bits a colour or less
 
@@ -42,6 +43,11 @@ def read(path: Path, size: int | None = None) -> tuple[dict[str, NDArray[np.gene
     """
     if size is not None:
         whole("image_size", size, "the side of an image", least=SMALLEST)
+    if unused := [folder for folder in _folders(path) if folder.name.lower() in _VALIDATION]:
+        raise ModelMixError(
+            f"{unused[0]} would not be used: allowed are train and test. Rename it test, if there is none yet, or move "
+            "it away."
+        )
     classes = tuple(folder.name for folder in _folders(path / "train"))
     train = _listed(path / "train", classes)
     if (path / "test").is_dir():
@@ -77,7 +83,7 @@ def _listed(split: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
     if unknown := [folder.name for folder in _folders(split) if folder.name not in classes]:
         raise ModelMixError(f"{split / unknown[0]} is a class that train does not have: rename it, or add it there.")
     found: list[tuple[Path, int]] = []
-    odd: list[tuple[Path, str]] = []
+    odd = [(file, "not in the folder of a class") for file in _entries(split) if not file.is_dir()]
     for label, name in enumerate(classes):
         for file in _entries(split / name):
             if file.suffix.lower() in ENDINGS and file.is_file():
