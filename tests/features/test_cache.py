@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -129,6 +130,40 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         cached(Halves(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
     assert files(tmp_path) == []
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
+    left = [tmp_path / f".{name}-v1.npy.abcd1234.tmp" for name in ("halves-0", "scattering-1")]
+    other = tmp_path / ".other.tmp"
+    for path in (*left, other):
+        path.write_bytes(b"half")
+    cached(Halves(), IMAGES, folder=tmp_path)
+    assert not any(path.exists() for path in left)
+    assert other.exists(), "not ours"
+
+
+def test_what_another_process_still_writes_stays(tmp_path):
+    class During(Halves):
+        def batches(self, images):
+            cached(Halves(), 255 - images, folder=tmp_path)
+            yield from super().batches(images)
+
+    assert torch.equal(cached(During(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+    genuine, made = tempfile.mkstemp, []
+
+    def mkstemp(**where):
+        made.append(genuine(**where))
+        if len(made) == 1:
+            os.unlink(made[0][1])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+    assert torch.equal(cached(Halves(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert len(made) == 2
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ FORMATS = ("float16", "float32")
 
 _LOG = logging.getLogger("modelmix")
 _SILENCE = 15.0  # seconds
+_TEMPORARY = ".*-v*.npy.*.tmp"  # the names under which caches are written before they get their own
 
 
 class Transform(Protocol):
@@ -149,7 +150,8 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Ten
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        _sweep(path.parent)
+        handle, temporary = _temporary(path)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(_header(shape, dtype))
@@ -157,7 +159,7 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Ten
                     file.write(batch.cpu().numpy().astype(dtype, order="C").data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                os.replace(temporary, path)  # still locked: nobody may take it for a file that was left behind
         except BaseException:
             with suppress(FileNotFoundError):  # interrupted right after it got its name
                 os.unlink(temporary)
@@ -167,3 +169,32 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Ten
             f"cannot write the cache {path}, {_size(shape, dtype) / 1e9:.2g} GB: {error.strerror or error}. Make room, "
             f"or name another folder with {VARIABLE}."
         ) from None
+
+
+def _temporary(path: Path) -> tuple[int, str]:
+    """A new file beside ``path``, locked while it is open; the lock dies with the process."""
+    while True:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        _lock(handle)
+        if os.path.exists(temporary):
+            return handle, temporary
+        os.close(handle)  # swept by another process before it was locked
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes left half-written; a file that is still being written is locked, and stays."""
+    for path in folder.glob(_TEMPORARY):
+        with suppress(OSError), path.open("r+b") as file:
+            if _lock(file.fileno(), wait=False):
+                path.unlink()
+
+
+def _lock(handle: int, *, wait: bool = True) -> bool:
+    """Whether the file is now locked: not if another process has it, or where system or disk know no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
