@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import typer
 from conftest import reference_cases
 
 import modelmix as mm
@@ -281,3 +285,29 @@ def test_numbers_are_rounded_up():
     assert up(1.2345678e9) == "1.23457e+09"
     assert up(9.9999999e13) == "1.00000e+14"
     assert json.loads(as_json({"a": math.inf, "b": [math.nan, 1.5]})) == {"a": "inf", "b": [None, 1.5]}
+
+
+def test_sigterm_is_left_as_it_was(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(typer.main, "get_command", lambda app: SimpleNamespace(main=main))
+
+    def main(**_: object) -> None:
+        seen.append(signal.getsignal(signal.SIGTERM))
+
+    def theirs(*_: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert run("epsilon")[0] == 0
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, theirs)
+        assert run("epsilon")[0] == 0
+        assert signal.getsignal(signal.SIGTERM) is theirs
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(run, "epsilon").result()[0] == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen[0] is not signal.SIG_DFL
+    assert seen[1:] == [theirs, signal.SIG_DFL]

@@ -228,6 +228,29 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_sigterm_keeps_the_last_state(run, recipe, tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    options = [recipe, "--seed", 4, "--chunk", 8]
+    run("train", *options, "--out", whole)
+    genuine, calls = engine.sum_of_chunk, [0]
+
+    def sum_of_chunk(*arguments: object) -> object:
+        calls[0] += 1
+        if calls[0] == 20:
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # else the tests themselves end here
+            os.kill(os.getpid(), signal.SIGTERM)
+        return genuine(*arguments)
+
+    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    code, out, _ = run("train", *options, "--out", cut)
+    assert (code, out) == (143, "")
+    assert 0 < RunFolder(cut).load_checkpoint()[1]["step"] < 6
+    assert run("train", "--out", cut, "--resume", "--chunk", 8)[0] == 0
+    assert visible(cut) == FILES
+    for name in ("model.pt", "ledger.json"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+
+
 def test_resuming_what_is_done_mends_its_files(run, recipe, tmp_path):
     folder = tmp_path / "out"
     run("train", recipe, "--out", folder)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, NoReturn
 
 import typer
@@ -77,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=arguments or ["--help"], prog_name="modelmix", standalone_mode=False)
+        with _terminable():
+            code = command.main(args=arguments or ["--help"], prog_name="modelmix", standalone_mode=False)
     except ModelMixError as error:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -94,6 +99,25 @@ def main(arguments: list[str] | None = None) -> None:
         name = arguments[0] if arguments[0] in (*_COMMANDS, *_GROUPS) else ""
         _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises here, so that what is half-written is removed and a run keeps its last state, as after Ctrl-C."""
+    # Only the main thread may say what a signal does, and whoever called us may have said it already.
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)  # what a shell says of a process that died of this signal
 
 
 def _fail(message: str) -> NoReturn:
