@@ -97,6 +97,12 @@ def test_another_version_is_computed_anew_and_said(tmp_path):
     assert newer.runs == 1
 
 
+def _overwrite(path, content):
+    """Puts ``content`` at the end of the array, behind which is a digest of 64 bytes."""
+    data = path.read_bytes()
+    path.write_bytes(data[: -64 - len(content)] + content + data[-64:])
+
+
 def _other_array(path):
     np.save(path, np.zeros((5, 1, 8, 8)))
 
@@ -108,6 +114,10 @@ DAMAGE = {
     "too long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "damaged header": lambda path: path.write_bytes(path.read_bytes().replace(b"shape", b"shapf")),
     "huge": lambda path: path.write_bytes(path.read_bytes().replace(b"(5, 1, 8, 8)", b"(9**99, 8, ")),
+    "four bytes": lambda path: _overwrite(path, b"\xff" * 4),
+    "all NaN": lambda path: _overwrite(path, np.full(IMAGES.shape, np.nan, np.float32).tobytes()),
+    "damaged digest": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
+    "no digest": lambda path: path.write_bytes(path.read_bytes()[:-64]),
     "another array": _other_array,
     "a pickle": lambda path: np.save(path, np.array([{}], dtype=object)),
 }

@@ -1,5 +1,7 @@
 """Features computed once and kept on disk, as a .npy file that is mapped into memory and never loaded whole.
 
+Behind the array, where readers of .npy files do not look, comes a digest of it: a file that changed is not used.
+
 A file is named after all that its content depends on: a hash of the images, the transform's name, parameters and
 version, and the number format. Features of private images are as private as the images: only their owner may read the
 file, and whoever deletes the images must delete the cache as well.
@@ -34,6 +36,7 @@ FORMATS = ("float16", "float32")
 
 _LOG = logging.getLogger("modelmix")
 _SILENCE = 15.0  # seconds
+_BLOCK = 1 << 20  # bytes that are read at a time
 _TEMPORARY = ".*-v*.npy.*.tmp"  # the names under which caches are written before they get their own
 
 
@@ -129,16 +132,20 @@ def _size(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Maps a cache; ValueError if it is anything but a whole file of this shape and format.
+    """Maps a cache; ValueError if it is anything but a whole, unchanged file of this shape and format.
 
     The header is compared and not parsed: a damaged one cannot ask for anything.
     """
-    header = _header(shape, dtype)
+    header, size, digest = _header(shape, dtype), _size(shape, dtype), hashlib.blake2b()
     with path.open("rb") as file:
         if file.read(len(header)) != header:
             raise ValueError("its header is damaged or of another array")
-    if path.stat().st_size != len(header) + _size(shape, dtype):
-        raise ValueError("its size is wrong")
+        if path.stat().st_size != len(header) + size + digest.digest_size:
+            raise ValueError("its size is wrong")
+        for start in range(0, size, _BLOCK):  # plain reads: a bad disk under a mapped file ends the process
+            digest.update(file.read(min(_BLOCK, size - start)))
+        if file.read() != digest.digest():
+            raise ValueError("its content is damaged")
     return torch.from_numpy(np.memmap(path, dtype, "c", offset=len(header), shape=shape))
 
 
@@ -154,9 +161,13 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Ten
         handle, temporary = _temporary(path)
         try:
             with os.fdopen(handle, "wb") as file:
+                digest = hashlib.blake2b()
                 file.write(_header(shape, dtype))
                 for batch in batches:
-                    file.write(batch.cpu().numpy().astype(dtype, order="C").data)
+                    content = batch.cpu().numpy().astype(dtype, order="C").data
+                    digest.update(content)
+                    file.write(content)
+                file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)  # still locked: nobody may take it for a file that was left behind
