@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -124,3 +125,13 @@ def test_on_a_terminal_there_is_a_bar_for_each_file(run, site, tmp_path, monkeyp
     assert "is complete" in out
     for name in site.files:
         assert name in err
+
+
+def test_ctrl_c_is_one_line(run, tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("modelmix.data.fetch"), "fetch", interrupt)
+    code, out, err = run("data", "fetch", "fashion-mnist", "--data-dir", tmp_path)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[1:] == ["modelmix: interrupted."]

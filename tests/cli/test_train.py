@@ -228,6 +228,14 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_ctrl_c_before_the_first_step_is_one_line(run, recipe, tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recipe, "trainer", interrupt)
+    assert run("train", recipe, "--out", tmp_path / "out") == (130, "", "modelmix: interrupted.\n")
+
+
 def test_sigterm_keeps_the_last_state(run, recipe, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     options = [recipe, "--seed", 4, "--chunk", 8]

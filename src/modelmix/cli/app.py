@@ -9,9 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
@@ -29,8 +30,19 @@ from modelmix.cli.train import train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
 
+
+class _Root(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        # Typer would make exit code 130 of it, the same as of a command that has said itself that it stopped.
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 app = typer.Typer(
     name="modelmix",
+    cls=_Root,
     help="Differential privacy for training, with an epsilon you can check. Every command takes --help.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -86,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ModelMixError as error:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("modelmix: interrupted", file=sys.stderr)
+        print("modelmix: interrupted.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away; leave quietly, and keep Python from complaining at exit.
