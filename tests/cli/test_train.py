@@ -404,9 +404,14 @@ def _on_a_terminal(arguments: list[object], interrupt_at: bytes | None = None) -
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80"}
     command = [sys.executable, "-m", "modelmix", "train", *map(str, arguments)]
+
+    def hears_ctrl_c() -> None:  # where the tests run in the background it is ignored, and that is inherited
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env=environment
-    )
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env=environment,
+        preexec_fn=hears_ctrl_c,
+    )  # fmt: skip
     os.close(theirs)
     shown = b""
     while True:
