@@ -84,20 +84,22 @@ def test_padding_makes_public_chunks_one_shape_and_is_told_apart():
 
 def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span(precision):
     embedding = Embedding((torch.zeros(50, 1), torch.zeros(50)), 15, 3)
-    low = torch.randn(50, 4) @ torch.randn(4, D)
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(50, 4, generator=generator) @ torch.randn(4, D, generator=generator)
     chunks = [flat(part) for part in torch.split(low, 11)]
     basis = find_basis(embedding.layout(D), chunks, torch.Generator().manual_seed(1))
     v = dense(basis)
     # Rank four: the fifth vector of each group has nothing to point to.
     kept = torch.tensor([1.0, 1, 1, 1] + 2 * [1.0, 1, 1, 1, 0], dtype=torch.float64)
+    near, real = 1e-6, kept > 0
     if precision == torch.float32:  # where rounding cannot be told from a direction, it may stand for one
-        kept = (v.T @ v).diagonal().round()
-        assert kept[[0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]].all()
+        kept, near = torch.where(real, kept, (v.T @ v).diagonal().round()), 1e-3
     assert torch.allclose(v.T @ v, torch.diag(kept), atol=1e-12)
-    near = 1e-6 if precision == torch.float64 else 1e-4
-    assert torch.allclose(low.double() @ v @ v.T, low.double(), atol=near)
-    at_once = find_basis(embedding.layout(D), [flat(low)], torch.Generator().manual_seed(1))
-    assert torch.allclose(v, dense(at_once), atol=near), "the size of chunks does not matter"
+    low = low.double()
+    assert ((low @ v @ v.T - low).norm() <= near * low.norm()).all()
+    at_once = find_basis(embedding.layout(D), [flat(low.float())], torch.Generator().manual_seed(1))
+    off = v[:, real] - dense(at_once)[:, real]
+    assert off.norm() <= near, "the size of chunks does not matter"
     x = torch.randn(basis.size, dtype=torch.float64)
     assert torch.allclose(basis.reconstruct(x), v @ x)
 

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.engines.chunk import Loss, gradients_of_chunk, rows, sum_of_chunk
 from modelmix.training.gradients import Dense, Gradients
 
 _TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
@@ -26,6 +25,9 @@ _BACKEND = "inductor"
 
 Stamps = list[tuple[Tensor, int]]
 """Tensors, and how often each had been written to."""
+
+Take = Callable[[dict[str, Tensor], Any, Any], list[Gradients]]
+"""The gradients of the samples of a chunk, given as parameters, inputs and targets."""
 
 Reference = Callable[[slice, Tensor, Clip], ClippedSum]
 """The sum of some rows of a chunk, given with the weights of their samples, uncompiled and in full precision."""
@@ -111,14 +113,14 @@ class Compiled:
     """The clipped sum for chunks of the shapes of the first one.
 
     Args:
+        take: the gradients of a chunk at given parameters, uncompiled.
+        parameters, inputs, targets, weights: the first chunk, of which every sample is ``copies`` rows.
         reference: of the first chunk.
     """
 
     def __init__(
         self,
-        engine: str,
-        model: nn.Module,
-        loss: Loss,
+        take: Take,
         parameters: dict[str, Tensor],
         inputs: Any,
         targets: Any,
@@ -129,21 +131,18 @@ class Compiled:
     ) -> None:
         def line(steady: Any, inputs: Any, targets: Any, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             parameters, limits = steady
-            found = gradients_of_chunk(engine, model, loss, parameters, inputs, targets, copies)
-            return clip.at_once(found, weights, *limits)
+            return clip.at_once(take(parameters, inputs, targets), weights, *limits)
 
         # First as it is, on some samples: what is decided by measuring is decided then, for a trace cannot measure.
         few = slice(_CHECKED * copies)
-        x, y = tree_map(lambda t: t[few], (inputs, targets))
-        plain = sum_of_chunk(engine, model, loss, parameters, x, y, weights[:_CHECKED], clip, copies)
+        plain = clip.sum(take(parameters, *tree_map(lambda t: t[few], (inputs, targets))), weights[:_CHECKED])
         self._clip, self._limits = clip, clip.limits_on(weights.device)
         self._line = Line(line, (parameters, self._limits), inputs, targets, weights)
         if not self._line.draws:
             some = weights.clone()
             some[_CHECKED:] = 0
-            require_equal(
-                self(parameters, inputs, targets, some, clip), plain, reference(few, weights[:_CHECKED], clip)
-            )
+            mine = self(parameters, inputs, targets, some, clip)
+            require_equal(mine, plain, reference(few, weights[:_CHECKED], clip))
         self._line.capture()
 
     @property
@@ -163,34 +162,25 @@ class CompiledGradients:
     """The gradients of the samples of chunks of the shapes of the first one, every coordinate of them.
 
     Args:
-        reference: of the first chunk.
+        take, parameters, inputs, targets, copies, reference: as of ``Compiled``.
     """
 
     _CLIP = Clip(1.0)
 
     def __init__(
-        self,
-        engine: str,
-        model: nn.Module,
-        loss: Loss,
-        parameters: dict[str, Tensor],
-        inputs: Any,
-        targets: Any,
-        copies: int,
-        reference: Reference,
+        self, take: Take, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int, reference: Reference
     ) -> None:
         def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor, ...]:
-            found = gradients_of_chunk(engine, model, loss, parameters, inputs, targets, copies)
-            return tuple(g.dense() for g in found)
+            return tuple(g.dense() for g in take(parameters, inputs, targets))
 
         few = slice(_CHECKED * copies)
-        x, y = tree_map(lambda t: t[few], (inputs, targets))
-        ones = torch.ones(rows(x) // copies, dtype=torch.float64, device=next(iter(parameters.values())).device)
-        plain = sum_of_chunk(engine, model, loss, parameters, x, y, ones, self._CLIP, copies)
+        plain = take(parameters, *tree_map(lambda t: t[few], (inputs, targets)))
+        ones = torch.ones(plain[0].samples, dtype=torch.float64, device=plain[0].device)
+        right = self._CLIP.sum(plain, ones)
         self._line = Line(line, parameters, inputs, targets)
         if not self._line.draws:
             mine = [t[: len(ones)] for t in self._line(parameters, inputs, targets)]
-            require_equal(self._CLIP.sum(mine, ones), plain, reference(few, ones, self._CLIP))
+            require_equal(self._CLIP.sum(mine, ones), right, reference(few, ones, self._CLIP))
         self._line.capture()
 
     def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> list[Gradients]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,9 +109,10 @@ class Engine:
             form = key(parameters, inputs, targets, weights), self._modes(), clip.p == 1, clip.norm, copies
             try:
                 if form not in self._compiled:
-                    case = (self._model, loss, parameters, inputs, targets, weights, clip, copies)
+                    take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
+                    case = (parameters, inputs, targets, weights, clip, copies)
                     with self._draws_apart():
-                        self._compiled[form] = Compiled(self.name, *case, reference)
+                        self._compiled[form] = Compiled(take, *case, reference)
                 return self._compiled[form](parameters, inputs, targets, weights, clip)
             except UnfitError as reason:
                 self._compile = False
@@ -127,10 +129,10 @@ class Engine:
         if self._compile and rows((inputs, targets)):
             form = key(parameters, inputs, targets), self._modes(), copies
             if form not in self._gradients:
-                case = (self._model, loss, parameters, inputs, targets, copies)
+                take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
                 try:
                     with self._draws_apart():
-                        self._gradients[form] = CompiledGradients(self.name, *case, reference)
+                        self._gradients[form] = CompiledGradients(take, parameters, inputs, targets, copies, reference)
                 except UnfitError as reason:
                     # For this form alone: gradients of public samples may not hang on what private ones met.
                     self._gradients[form] = None
