@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 from modelmix.errors import ModelMixError
 
@@ -40,6 +41,23 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
         _sync_folder(path.parent)
     except OSError as error:
         raise ModelMixError(f"cannot write {path}: {error.strerror or error}.") from None
+
+
+def lock(file: int | IO[Any], *, wait: bool = False) -> bool | None:
+    """Takes the lock of an open file; it dies with the process.
+
+    Returns:
+        False if another process has it, and None where system or disk know no such locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
 
 
 def _umask() -> int:

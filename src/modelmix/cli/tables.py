@@ -20,6 +20,7 @@ from modelmix.privacy.validation import whole
 
 if TYPE_CHECKING:
     from modelmix.experiments.reproduction import Run
+    from modelmix.experiments.store import Store
 
 
 class Choice(NamedTuple):
@@ -103,12 +104,9 @@ def _carry_out(
             if (found := run.finished(out)) is not None:
                 done.append(found)
                 continue
-            if data not in absent:
-                try:
-                    store.data(run.recipe)
-                except ModelMixError as error:
-                    absent[data] = reason(error)
-                    _say(f"no run on {data} can be made: {absent[data]}")
+            if data not in absent and (why := _unreadable(store, run)) is not None:
+                absent[data] = why
+                _say(f"no run on {data} can be made: {why}")
             if data in absent:
                 failed.append({"run": run.name, "why": absent[data]})
                 continue
@@ -125,6 +123,17 @@ def _carry_out(
             store.forget_engines()  # what it left in them, or the memory they hold, may be the reason
         tidy(store.device)
     return done, failed
+
+
+def _unreadable(store: Store, run: Run) -> str | None:
+    """Why the data of a run cannot be read, if so."""
+    from modelmix.experiments.reproduction import reason
+
+    try:
+        store.data(run.recipe)
+    except ModelMixError as error:
+        return reason(error)
+    return None
 
 
 def _plan(runs: Sequence[Run], out: Path) -> None:

@@ -117,9 +117,8 @@ class Result:
             # What was released before training, for private normalisation, is in the ledger as well.
             taken = result.recipe["steps"] == result.steps <= ledger.steps
             numbers = isinstance(result.accuracy[result.accuracy["reported"]], float) and result.data["train"] > 0
-            if not (known and taken and numbers):
-                raise ValueError
-            if not all(float(result.seconds[name]) >= 0 for name in ("training", "total")):
+            timed = all(float(result.seconds[name]) >= 0 for name in ("training", "total"))
+            if not (known and taken and numbers and timed):
                 raise ValueError
         except ModelMixError as error:
             raise ModelMixError(f"{path}: {error}") from None

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
+from modelmix.files import lock
 
 VARIABLE = "MODELMIX_CACHE"
 """The environment variable that names the folder of caches."""
@@ -186,7 +187,7 @@ def _temporary(path: Path) -> tuple[int, str]:
     """A new file beside ``path``, locked while it is open; the lock dies with the process."""
     while True:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        _lock(handle)
+        lock(handle, wait=True)
         if os.path.exists(temporary):
             return handle, temporary
         os.close(handle)  # swept by another process before it was locked
@@ -196,16 +197,5 @@ def _sweep(folder: Path) -> None:
     """Removes what killed processes left half-written; a file that is still being written is locked, and stays."""
     for path in folder.glob(_TEMPORARY):
         with suppress(OSError), path.open("r+b") as file:
-            if _lock(file.fileno(), wait=False):
+            if lock(file):
                 path.unlink()
-
-
-def _lock(handle: int, *, wait: bool = True) -> bool:
-    """Whether the file is now locked: not if another process has it, or where system or disk know no locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
-        return False
-    return True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.files import TEMPORARY, write_atomically
+from modelmix.files import TEMPORARY, lock, write_atomically
 from modelmix.privacy.ledger import Ledger
 
 SCHEMA, VERSION = "modelmix-run", 1
@@ -66,17 +66,9 @@ class RunFolder:
             self._lock = open(self.file(".lock"), "a")  # held as long as the context is
         except OSError as error:
             raise self._unusable(error) from None
-        try:
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if lock(self._lock) is False:
             self._lock.close()
-            raise ModelMixError(
-                f"{self.path} is in use by another process: wait for it or choose another folder."
-            ) from None
-        except (ImportError, OSError):  # no such locks on this system, or none on this disk
-            pass
+            raise ModelMixError(f"{self.path} is in use by another process: wait for it or choose another folder.")
         return self
 
     def __exit__(self, *_: object) -> None:

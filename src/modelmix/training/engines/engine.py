@@ -126,10 +126,10 @@ class Engine:
         """
         reference = self._reference(parameters, inputs, targets, copies)
         loss, parameters, inputs = self._ready(parameters, inputs)
+        take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
         if self._compile and rows((inputs, targets)):
             form = key(parameters, inputs, targets), self._modes(), copies
             if form not in self._gradients:
-                take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
                 try:
                     with self._draws_apart():
                         self._gradients[form] = CompiledGradients(take, parameters, inputs, targets, copies, reference)
@@ -140,7 +140,7 @@ class Engine:
             line = self._gradients[form]
             if line is not None:
                 return line(parameters, inputs, targets)
-        return gradients_of_chunk(self.name, self._model, loss, parameters, inputs, targets, copies)
+        return take(parameters, inputs, targets)
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""
