@@ -46,8 +46,10 @@ def dense(basis):
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def precision(request, monkeypatch):
-    """That of a processor, and that of an accelerator."""
+    """That of a processor, and that of an accelerator, which pads its matrices."""
     monkeypatch.setattr(module, "_precision", lambda device: request.param)
+    if request.param == torch.float32:
+        monkeypatch.setattr(module, "_padded", lambda size, device: -(-size // 8) * 8)
     return request.param
 
 
@@ -71,6 +73,24 @@ def test_columns_are_those_of_the_flat_vector_wherever_groups_cut():
     back, seen = torch.randn(3, 4), torch.randn(3, 5)
     whole = (back[:, :, None] * seen[:, None, :]).flatten(1).double()
     assert torch.equal(columns([(Outer(back, seen), 20)], slice(3, 17)), whole[:, 3:17])
+
+
+def test_columns_are_padded_with_zeros(monkeypatch):
+    monkeypatch.setattr(module, "_padded", lambda size, device: -(-size // 8) * 8)
+    found = columns(flat(torch.full((2, D), math.inf)), slice(1, 10))
+    assert found.shape == (2, 16)
+    assert torch.isinf(found[:, :9]).all()
+    assert (found[:, 9:] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 2, 3, 3)])
+def test_columns_do_not_hang_on_the_order_in_memory(shape):
+    values = torch.randn(2, *shape)
+    turned = values.to(memory_format=torch.channels_last) if values.dim() == 4 else values
+    parts = [(Dense(torch.randn(2, 5)), 5), (Dense(turned), values[0].numel()), (Dense(torch.randn(2, 1)), 1)]
+    whole = torch.cat([g.values.flatten(1) if g.values.dim() > 1 else g.values[:, None] for g, _ in parts], 1)
+    for low, high in ((0, whole.shape[1]), (2, whole.shape[1] - 1), (5, whole.shape[1])):
+        assert torch.equal(columns(parts, slice(low, high)), whole[:, low:high].double())
 
 
 def test_padding_makes_public_chunks_one_shape_and_is_told_apart():
@@ -154,6 +174,29 @@ def test_one_sample_keeps_every_bound_whatever_the_basis(clip, size, hot, heat, 
     assert r.abs().max() <= clip.c1 / root
     assert whole.norm() <= clip.c
     assert whole.abs().max() <= clip.c / root
+
+
+@given(st.integers(0, 200), st.floats(0.1, 30), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_a_foreseen_factor_is_enough_and_not_much_more(seed, size, truncated):
+    """Of t: every coordinate of t a v + (t s r, truncated) is below the bound; some is at it, if it was above."""
+    generator = torch.Generator().manual_seed(seed)
+    v, r = size * torch.randn(2, 1, 40, generator=generator, dtype=torch.float64)
+    one, bound, cut = torch.ones(1, dtype=torch.float64), 2.0, 2.0 * truncated
+    rest = max(bound - cut, 1e-300)
+    t = 1 / module._excess(v + r, r, one, one, 1 / bound, min(1 / rest, 1e30)).clamp_min(1.0)
+    parts = t * v, (t * r).clamp(-cut, cut)
+    assert sum(parts).abs().max() <= bound * (1 + 1e-12)
+    assert t == 1 or (parts[0].abs() + parts[1].abs()).max() >= bound * (1 - 1e-12)
+
+
+def test_most_samples_are_summed_once(monkeypatch):
+    """What sticks out is foreseen: the slow pass, in float64, is made once."""
+    rows, passes, right = torch.randn(64, D), [], EmbeddingClip._summed
+    rows[::2, 5] *= 30
+    monkeypatch.setattr(EmbeddingClip, "_summed", lambda *a: (passes.append(1), right(*a))[1])
+    _, part = CLIPS[1].sum(flat(rows), random_basis(), torch.ones(64))
+    assert torch.isfinite(part.total).all()
+    assert len(passes) == 1
 
 
 def test_a_short_gradient_passes_whole():

@@ -226,6 +226,35 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
     assert p > 1 or min(norms) >= clip.c * (1 - 1e-5)  # and not by more than it must
 
 
+@given(st.integers(1, 5), st.integers(1, 3000), st.integers(0, 20), st.integers(0, 100))
+@settings(max_examples=15)
+def test_sizes_of_what_a_sample_adds(m, width, padding, seed):
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(m, width, generator=generator, dtype=torch.float64)
+    g, r = torch.randn(2, m, width + padding, generator=generator)
+    shorter, smaller = torch.rand(2, m, generator=generator, dtype=torch.float64)
+    shorter[0], smaller[-1], bound = 0.0, 0.0, wide(0.3)
+    image[0], r[-1], g[-1] = math.inf, math.nan, math.inf  # not read, as their factors are 0
+    device = torch.get_default_device()
+    case = [t.to(device) for t in (image, r, shorter, smaller, bound)]
+    mine, right = kernels.sizes(*case), embedding._sizes(*case)
+    for here, there in zip((*mine[0], *mine[1]), (*right[0], *right[1]), strict=True):
+        torch.testing.assert_close(here, there)
+    for per_rest in (0.7, 1e30):
+        case = [t.to(device) for t in (g, r, shorter, smaller)]
+        torch.testing.assert_close(
+            kernels.excess(*case, 0.5, per_rest), embedding._excess(*case, 0.5, per_rest), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_what_is_no_number_has_no_size():
+    image, r, one = torch.zeros(2, 5, dtype=torch.float64), torch.zeros(2, 5), torch.ones(2, dtype=torch.float64)
+    image[0, 3], r[1, 2] = math.nan, math.nan
+    own, whole = kernels.sizes(image, r, one, one, wide(1.0))
+    assert torch.isnan(own[0]).tolist() == [True, False]
+    assert torch.isnan(whole[0]).tolist()[0]
+
+
 @pytest.mark.parametrize("c", [0.02, 1.38e-5])
 @pytest.mark.parametrize("p", [1, 25])
 @pytest.mark.parametrize("size", [1e-30, 3e30, 1e35, 3e38])

@@ -122,7 +122,7 @@ def test_mixing_left_out_is_seen(monkeypatch):
         return gap
 
     monkeypatch.setattr(rules, "padded_gap", one_half_unmixed)
-    monkeypatch.setattr(rules, "_require_mixing", lambda *arguments: None)
+    monkeypatch.setattr(rules, "_mixed", lambda *arguments: None)
     assert surprise(residuals(mechanism, rule), mechanism) > 1
 
 

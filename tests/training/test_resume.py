@@ -284,7 +284,7 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
     """Ctrl-C while the key moves on. No two states that were kept have seen the same noise."""
     kept: dict[int, bytes] = {}
     used: list[tuple[int, bytes]] = []
-    genuine_advance, genuine_step = Randomness.advance, trainer.take_step
+    genuine_advance, genuine_step = Randomness.advance, trainer.propose_step
     calls = [0]
 
     def advance(self: Randomness) -> None:
@@ -298,13 +298,13 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
         if moment == "before":
             genuine_advance(self)
 
-    def take_step(state: object, total: object, draws: object, **options: object) -> object:
+    def propose_step(state: object, total: object, draws: object, **options: object) -> object:
         new = genuine_step(state, total, draws, **options)
-        used.append((new.step, draws._key))
+        used.append((new.state.step, draws._key))
         return new
 
     monkeypatch.setattr(Randomness, "advance", advance)
-    monkeypatch.setattr(trainer, "take_step", take_step)
+    monkeypatch.setattr(trainer, "propose_step", propose_step)
     one = make(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         finish(one)

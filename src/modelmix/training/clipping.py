@@ -280,6 +280,13 @@ class ClippedSum:
             together([part.drawn for part in parts], torch.bool),
         )
 
+    def on_processor(self) -> ClippedSum:
+        """The same with what clipping met in the processor's memory, in one transfer; the sum stays where it is."""
+        if self.total.device.type == "cpu":
+            return self
+        told = torch.stack([self.every_norm, self.every_cut.double(), self.drawn.double()]).cpu()  # exact below 2^53
+        return ClippedSum(self.total, told[0], told[1].long(), told[2] > 0)
+
     @property
     def norms(self) -> Tensor:
         return self.every_norm[self.drawn]

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modelmix.errors import ModelMixError
 from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.validation import whole
+from modelmix.training import kernels
 from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
 from modelmix.training.engines.choice import rough
 from modelmix.training.gradients import Dense, Gradients
@@ -35,6 +36,8 @@ from modelmix.training.sampling import TensorSource
 # What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
 _NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
+_TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
+_ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of rounded factors
 
 Flat = Sequence[tuple[Gradients, int]]
 """The gradients of some samples for every parameter, each with its number of coordinates."""
@@ -116,8 +119,10 @@ class Basis:
 
     @cached_property
     def factors(self) -> tuple[Tensor, ...]:
-        """The matrices in the precision in which gradients are taken apart."""
-        return tuple(v.to(_precision(v.device)) for _, v in self.parts)
+        """The matrices in the precision in which gradients are taken apart, with zeros up to the next ``_padded``."""
+        return tuple(
+            _to_size(v.to(_precision(v.device)), *(_padded(n, v.device) for n in v.shape)) for _, v in self.parts
+        )
 
     @property
     def size(self) -> int:
@@ -141,10 +146,8 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
         generator: of the Gaussian start. Privacy does not rest on it.
     """
     device = generator.device
-    starts = [
-        torch.randn(part.stop - part.start, k, generator=generator, device=device, dtype=_precision(device))
-        for part, k in layout
-    ]
+    sizes = [(_padded(part.stop - part.start, device), _padded(k, device)) for part, k in layout]
+    starts = [torch.randn(size, generator=generator, device=device, dtype=_precision(device)) for size in sizes]
     sums = [torch.zeros_like(start) for start in starts]
     for gradients in chunks:
         for (part, _), start, total in zip(layout, starts, sums, strict=True):
@@ -154,12 +157,23 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
     starts.clear()
     if not bool(torch.stack([torch.isfinite(total).all() for total in sums]).all()):
         raise ModelMixError("the loss or gradient of a public sample is not finite: no step was taken. Lower lr.")
-    return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, sums, strict=True)))
+    found = [total[: part.stop - part.start, :k] for (part, k), total in zip(layout, sums, strict=True)]
+    return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, found, strict=True)))
 
 
 def _precision(device: torch.device) -> torch.dtype:
     """In which gradients are taken apart: accelerators are many times faster in float32."""
     return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def _padded(size: int, device: torch.device) -> int:
+    """The next size that the device likes."""
+    return size if device.type == "cpu" else -(-size // _TILE) * _TILE
+
+
+def _to_size(t: Tensor, *sizes: int) -> Tensor:
+    """A matrix with zeros below and to the right of it."""
+    return torch.nn.functional.pad(t, (0, sizes[1] - t.shape[1], 0, sizes[0] - t.shape[0]))
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
@@ -192,15 +206,19 @@ def _by_cholesky(vectors: Tensor) -> Tensor | None:
 
 
 def columns(gradients: Flat, part: slice) -> Tensor:
-    """m x coordinates: a contiguous part of every sample's flat gradient, and nothing else of it."""
-    first, start = gradients[0][0], 0
-    shape = first.samples, part.stop - part.start
+    """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``."""
+    first, start, width = gradients[0][0], 0, part.stop - part.start
+    shape = first.samples, _padded(width, first.device)
     out = torch.empty(shape, dtype=_precision(first.device), device=first.device)
+    out[:, width:] = 0.0
     for g, size in gradients:
         low, high = max(part.start - start, 0), min(part.stop - start, size)
         if low < high:
-            at = start + low - part.start
-            out[:, at : at + high - low] = g.dense().reshape(g.samples, size)[:, low:high]
+            place, values = out[:, start + low - part.start : start + high - part.start], g.dense()
+            if high - low == size:  # whatever the order in memory, one copy
+                place.view(values.shape).copy_(values)
+            else:
+                place.copy_(values.reshape(g.samples, size)[:, low:high])
         start += size
     return out
 
@@ -236,9 +254,10 @@ class EmbeddingClip:
     def sum(self, gradients: Flat, basis: Basis, weights: Tensor) -> tuple[Tensor, ClippedSum]:
         """The sum of clipped embeddings, and that of clipped residuals with what clipping met there.
 
-        In two passes over the groups, each of which holds the coordinates of one: lengths, then sums. Where V e + r
-        sticks out for some sample, there is another, which sums what is shrunk. Whatever is summed is measured in the
-        same pass: if it exceeded a bound, the sum is not a number, and no step takes it.
+        In passes over the groups, each of which holds the coordinates of one: lengths; where V e + r is bounded, how
+        far it would stick out; then sums. Where it does stick out for some sample, there is another, which sums what is
+        shrunk more. Whatever is summed is measured in the same pass: if it exceeded a bound, the sum is not a number,
+        and no step takes it.
 
         Args:
             gradients: row i belongs to sample i.
@@ -262,6 +281,9 @@ class EmbeddingClip:
             torch.where(rows, usable(_scale(c, torch.where(fine, size, 1.0))), 0.0)
             for c, size in ((self.c0, lengths), (self.c1, norms))
         )
+        if self.c < math.inf:
+            shrink = self._foreseen(gradients, basis, embeddings, shorter, smaller)
+            shorter, smaller = usable(shorter * shrink), usable(smaller * shrink)
         out = self._summed(gradients, basis, embeddings, shorter, smaller)
         if self.c < math.inf:
             # As much as it sticks out; where truncation did not shrink along, as much as is enough for certain.
@@ -277,24 +299,37 @@ class EmbeddingClip:
         residuals = torch.where(rows, out.squares.sqrt() * smaller, 0.0)
         ok = ok & (residuals <= self.c1 * (1 - MARGIN / 2)).all() & self._fits(out, MARGIN / 2).all()
         total = torch.where(ok, out.total, torch.nan)
-        return released.sum(0), ClippedSum(total, torch.where(fine, norms, torch.nan), out.cuts, drawn)
+        return _without_padding(released.sum(0), basis), ClippedSum(
+            total, torch.where(fine, norms, torch.nan), out.cuts, drawn
+        )
+
+    def _foreseen(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> Tensor:
+        """What brings the coordinates of V e + r below c/sqrt(p), as far as rough products show: V e is g - r."""
+        bound = self.c / math.sqrt(self.p) * (1 - _ROOM)
+        rest = max(bound - self.c1 / math.sqrt(self.p), 1e-300)
+        most = torch.zeros_like(smaller)
+        for (part, _), v, e in zip(basis.parts, basis.factors, _split(embeddings, basis), strict=True):
+            g = columns(gradients, part)
+            with rough(g.device):
+                r = torch.addmm(g, e, v.T, alpha=-1)
+            most = most.maximum(_excess(g, r, shorter, smaller, 1 / bound, min(1 / rest, 1e30)))
+        return 1 / most.clamp_min(1.0)
 
     def _summed(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> _Summed:
         """The sum of residuals, scaled by ``smaller`` and truncated, and the sizes of all there is a bound on."""
         _, bound = Clip(self.c1, self.p).limits_on(basis.device)
         totals, cuts, squares, images, wholes = [], [], [], [], []
-        own = torch.split(embeddings, [v.shape[1] for v in basis.factors], 1)
-        for (part, v), factor, e in zip(basis.parts, basis.factors, own, strict=True):
-            r = Dense(_residual(columns(gradients, part), e.to(factor.dtype), factor))
+        for (part, v), factor, e in zip(basis.parts, basis.factors, _split(embeddings, basis), strict=True):
+            r = Dense(_residual(columns(gradients, part), e, factor))
             total, cut = r.clipped_sum(smaller, None if self.p == 1 else bound)
-            totals.append(total)
+            totals.append(total[: v.shape[0]])
             cuts.append(torch.zeros_like(smaller, dtype=torch.int64) if cut is None else cut)
             squares.append(r.powers(2))
             if self.c < math.inf:
-                image = (e * shorter[:, None]) @ v.T
-                images.append(_size(image))
-                scaled = torch.where(smaller[:, None] > 0, r.values * smaller[:, None], 0.0)
-                wholes.append(_size(image.add_(scaled.clamp_(-bound, bound))))
+                image = e[:, : v.shape[1]].double() @ v.T
+                own, whole = _sizes(image, r.values, shorter, smaller, bound)
+                images.append(own)
+                wholes.append(whole)
         nothing = [(torch.zeros_like(smaller), torch.zeros_like(smaller))]
         return _Summed(
             torch.cat(totals),
@@ -341,6 +376,47 @@ def _residual(g: Tensor, e: Tensor, v: Tensor) -> Tensor:
 def _scale(bound: float, sizes: Tensor) -> Tensor:
     """What brings sizes down to the bound less the margin."""
     return (bound * (1 - MARGIN) / sizes.clamp_min(1e-300)).clamp_max(1.0)
+
+
+def _split(embeddings: Tensor, basis: Basis) -> list[Tensor]:
+    """Those of every group, as ``Basis.factors`` gave them."""
+    parts = torch.split(embeddings, [v.shape[1] for v in basis.factors], 1)
+    return [e.to(v.dtype) for e, v in zip(parts, basis.factors, strict=True)]
+
+
+def _without_padding(embedding: Tensor, basis: Basis) -> Tensor:
+    """The vector that ``Basis.reconstruct`` takes."""
+    parts = torch.split(embedding, [v.shape[1] for v in basis.factors])
+    return torch.cat([e[: v.shape[1]] for e, (_, v) in zip(parts, basis.parts, strict=True)])
+
+
+def _sizes(
+    image: Tensor, r: Tensor, shorter: Tensor, smaller: Tensor, bound: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The ``_size`` of shorter * V e, and of that plus smaller * r, truncated."""
+    if kernels.has_kernels(r):
+        return kernels.sizes(image, r, shorter, smaller, bound)
+    image = torch.where(shorter[:, None] > 0, image * shorter[:, None], 0.0)
+    own = _size(image)
+    scaled = torch.where(smaller[:, None] > 0, r[:, : image.shape[1]] * smaller[:, None], 0.0)
+    return own, _size(image.add_(scaled.clamp_(-bound, bound)))
+
+
+def _excess(g: Tensor, r: Tensor, shorter: Tensor, smaller: Tensor, per_bound: float, per_rest: float) -> Tensor:
+    """How many times too large the largest coordinate of a sample is, of a v + s r with v = g - r and s r truncated.
+
+    With both shrunk alike it is enough that |a v| + |s r| is below the bound, or |a v| below what truncation leaves of
+    it; where they have different signs, that |a v| is below the bound.
+
+    Args:
+        per_bound, per_rest: one over the bound, and over the bound less that of truncation.
+    """
+    if kernels.has_kernels(r):
+        return kernels.excess(g, r, shorter, smaller, per_bound, per_rest)
+    live = ((shorter > 0) & (smaller > 0))[:, None]
+    v, r = (torch.where(live, t * scale[:, None], 0.0) for t, scale in ((g - r, shorter), (r, smaller)))
+    both = ((v.abs() + r.abs()) * per_bound).minimum(v.abs() * per_rest)
+    return torch.where(v * r > 0, both, v.abs() * per_bound).amax(1)
 
 
 def _size(rows: Tensor) -> tuple[Tensor, Tensor]:

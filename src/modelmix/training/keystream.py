@@ -60,8 +60,9 @@ def by_torch(key: bytes, blocks: int, device: torch.device | str = "cpu") -> Ten
 def _by_kernel(key: bytes, blocks: int, device: torch.device) -> Tensor:
     from modelmix.training.kernels.chacha import blocks_of
 
-    words = torch.tensor([_signed(word) for word in (*_CONSTANTS, *_words_of(key))], dtype=torch.int32, device=device)
-    return blocks_of(words, blocks).view(torch.int64).flatten()
+    words = torch.tensor([_signed(word) for word in (*_CONSTANTS, *_words_of(key))], dtype=torch.int32, device="cpu")
+    # Few words are copied before the call returns, and the device need not have finished what it was given before.
+    return blocks_of(words.to(device, non_blocking=True), blocks).view(torch.int64).flatten()
 
 
 @cache

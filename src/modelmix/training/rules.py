@@ -9,6 +9,7 @@ free, while a buffer of unmixed noisy gradients would carry them past the mixing
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,35 @@ def noise(mechanism: Mechanism, draws: StepRandomness, count: int, device: torch
     raise ModelMixError("a law of your own can be accounted for but not trained with: use gaussian or laplace.")
 
 
-def take_step(
+@dataclass(frozen=True)
+class Proposed:
+    """A step that is computed, and what must have held for it to be taken.
+
+    Looking at it waits for an accelerator; whoever has more work to hand over should do that first.
+
+    Args:
+        finite: whether the sum of clipped gradients was.
+        mixed: whether every coordinate was mixed over the width that the account counts on; None if it counts on none.
+    """
+
+    state: State
+    finite: Tensor
+    mixed: Tensor | None
+
+    def accepted(self) -> State:
+        """The next state. Refuses a step that was not what its account says: its state is for nobody's eyes."""
+        if not bool(self.finite):
+            raise ModelMixError("the sum of clipped gradients is not finite: no step was taken.")
+        if self.mixed is not None and not bool(self.mixed):
+            raise UnprovedError(
+                EVERY_COORDINATE_MIXED,
+                "a coordinate would have been mixed over less than tau.",
+                'Use rule="mix" or "alternate" with finite weights.',
+            )
+        return self.state
+
+
+def propose_step(
     state: State,
     total: Tensor,
     draws: StepRandomness,
@@ -137,20 +166,17 @@ def take_step(
     clip: float,
     eta: float,
     expected_batch: float,
-) -> State:
-    """The next released state from the sum of clipped gradients.
+) -> Proposed:
+    """The step from a sum of clipped gradients.
 
     The law: (centre - w_k)/eta - total/B is (clip/B) times one draw of ``mechanism.coordinate_law`` in every coordinate
     whose gap was padded; where the natural gap is wider, the uniform part is wider too.
     """
-    if not bool(torch.isfinite(total).all()):
-        raise ModelMixError("the sum of clipped gradients is not finite: no step was taken.")
     count, device = state.last.numel(), state.last.device
     unit = clip / expected_batch
     tau = mechanism.mixing_width * unit * eta
     centre, gap = rule.propose(state, eta, tau)
-    if mechanism.mixed and not rule.unproved:
-        _require_mixing(gap, tau)
+    mixed = _mixed(gap, tau) if mechanism.mixed and not rule.unproved else None
     noisy = total / expected_batch + unit * noise(mechanism, draws, count, device)
     new = centre - eta * noisy
     if gap is not None:
@@ -162,13 +188,14 @@ def take_step(
     if rule.ema is not None and average is not None:
         decay = min(rule.ema, (1 + step) / (10 + step))  # a short memory while there is little to remember
         average = decay * average + (1 - decay) * new
-    return replace(state, last=new, previous=state.last, velocity=velocity, average=average, step=step)
+    then = replace(state, last=new, previous=state.last, velocity=velocity, average=average, step=step)
+    return Proposed(then, torch.isfinite(total).all(), mixed)
 
 
-def _require_mixing(gap: Tensor | None, tau: float) -> None:
-    if gap is None or not bool((gap.abs() >= tau * (1 - 1e-12)).all()):
-        raise UnprovedError(
-            EVERY_COORDINATE_MIXED,
-            "a coordinate would have been mixed over less than tau.",
-            'Use rule="mix" or "alternate" with finite weights.',
-        )
+def take_step(state: State, total: Tensor, draws: StepRandomness, **how: Any) -> State:
+    """``propose_step``, accepted."""
+    return propose_step(state, total, draws, **how).accepted()
+
+
+def _mixed(gap: Tensor | None, tau: float) -> Tensor:
+    return torch.tensor(False) if gap is None else (gap.abs() >= tau * (1 - 1e-12)).all()

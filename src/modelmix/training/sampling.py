@@ -100,7 +100,7 @@ class TensorSource:
         for index, weights in pieces(indices, chunk, pad):
 
             def take(t: Tensor, index: Tensor = index) -> Tensor:
-                return t[index.to(t.device)]
+                return t[index.to(t.device, non_blocking=True)]
 
             yield Chunk(tree_map(take, self.inputs), tree_map(take, self.targets), weights)
 

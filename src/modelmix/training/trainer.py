@@ -36,7 +36,7 @@ from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.record import Record
-from modelmix.training.rules import Rule, State, take_step
+from modelmix.training.rules import Rule, State, propose_step
 from modelmix.training.sampling import Ahead, Chunk, TensorSource, as_source
 from modelmix.training.schedules import Schedule, schedule
 
@@ -306,10 +306,8 @@ class Trainer:
     def _one_step(self, chunks: Iterator[Chunk]) -> None:
         step = self.step + 1
         mechanism, eta, draws = self.mechanism_at(step), self._lr.at(step), self._randomness.step()
-        diagnostics = copy.deepcopy(self._diagnostics)
-        total = self._clipped_sum(chunks, mechanism, draws, diagnostics)
-        self._account(step, mechanism)
-        state = take_step(
+        total, met = self._clipped_sum(chunks, mechanism, draws)
+        proposed = propose_step(
             self._state,
             total,
             draws,
@@ -319,13 +317,34 @@ class Trainer:
             eta=eta,
             expected_batch=mechanism.sample_rate * self._source.n,
         )
+        # All the work is handed over before its outcome is looked at: an accelerator does not wait for the next draw.
+        self._coming.look()
+        diagnostics = self._diagnosed(met.on_processor())
+        self._account(step, mechanism)
+        state = proposed.accepted()
         self._randomness.advance()  # first, so that wherever an interrupt falls no key outlives the state that used it
         self._state, self._diagnostics = state, diagnostics
 
+    def _diagnosed(self, met: ClippedSum) -> Diagnostics:
+        """What clipping has met with this step; refuses a step with a gradient that is not finite, if so wanted."""
+        if self._nonfinite == "stop" and not bool(torch.isfinite(met.norms).all()):
+            raise ModelMixError(
+                f"step {self.step + 1}: the loss or gradient of a sample is not finite; the step was not taken and the "
+                f"run stands at step {self.step}. Lower lr, or let such samples count as zero with "
+                'nonfinite="drop".'
+            )
+        diagnostics = copy.deepcopy(self._diagnostics)
+        diagnostics.add(met)
+        diagnostics.add_draw(met.norms.numel())
+        return diagnostics
+
     def _clipped_sum(
-        self, chunks: Iterator[Chunk], mechanism: Mechanism, draws: StepRandomness, diagnostics: Diagnostics
-    ) -> Tensor:
-        """The sum of clipped gradients; with an embedding, of residuals and of embeddings with the noise of those."""
+        self, chunks: Iterator[Chunk], mechanism: Mechanism, draws: StepRandomness
+    ) -> tuple[Tensor, ClippedSum]:
+        """The sum of clipped gradients, and what clipping met.
+
+        With an embedding the sum is of residuals and of embeddings with the noise of those.
+        """
         parameters = self._flat.views(self._rule.gradient_point(self._state))
         clip = self._clip_of(mechanism)
         total = torch.zeros_like(self._state.last)
@@ -356,21 +375,11 @@ class Trainer:
                     parts.append(part)
                 total += parts[-1].total
         self._watch.check()
-        # All the work is handed over before its outcome is looked at: an accelerator does not wait for the next draw.
-        self._coming.look()
         met = ClippedSum.joined(total, parts)
-        if self._nonfinite == "stop" and not bool(torch.isfinite(met.norms).all()):
-            raise ModelMixError(
-                f"step {self.step + 1}: the loss or gradient of a sample is not finite; the step was not taken and the "
-                f"run stands at step {self.step}. Lower lr, or let such samples count as zero with "
-                'nonfinite="drop".'
-            )
-        diagnostics.add(met)
-        diagnostics.add_draw(met.norms.numel())
         if basis is None or not isinstance(clip, EmbeddingClip):
-            return total
+            return total, met
         noise = draws.gaussian("embedding noise", basis.size, self._device)
-        return total + basis.reconstruct(embedded + mechanism.noise_multiplier * clip.c0 * noise)
+        return total + basis.reconstruct(embedded + mechanism.noise_multiplier * clip.c0 * noise), met
 
     def _clip_of(self, mechanism: Mechanism) -> Clip | EmbeddingClip:
         if isinstance(mechanism, EmbeddingMechanism):

@@ -46,7 +46,7 @@ class Line:
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], steady: Any, *rest: Any) -> None:
-        self._steady: Stamps = []
+        self._steady: Stamps = []  # what was copied last; own parameters may be of another precision
         self._graph: torch.cuda.CUDAGraph | None = None
         self._on_gpu = tree_leaves(steady)[0].is_cuda
         problem: Exception | None = None
@@ -64,8 +64,10 @@ class Line:
             raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
 
     def _prepare(self, function: Any, case: Any, layout: torch.memory_format) -> None:
-        # Copies that stay where they are: a replayed graph reads the same memory every time.
-        self._case = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case)
+        # Copies that stay where they are: a replayed graph reads the same memory every time. What is steady keeps its
+        # layout, in which many tensors are copied in one launch.
+        rest = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case[1:])
+        self._case = (tree_map(torch.clone, case[0]), *rest)
         with torch.no_grad():
             trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
         self.draws = any(_draws(node) for node in trace.graph.nodes)
@@ -91,10 +93,11 @@ class Line:
 
     def __call__(self, steady: Any, *rest: Any) -> tuple[Tensor, ...]:
         """What the function returns; the next call may write over it."""
-        leaves = tree_leaves(steady)
+        leaves, own = tree_leaves(steady), tree_leaves(self._case[0])
         stamps = [(t, t._version) for t in leaves]
-        if not same_tensors(stamps, self._steady):  # every launch that is saved counts where chunks are short
-            torch._foreach_copy_(tree_leaves(self._case[0]), leaves)
+        changed = [i for i, now in enumerate(stamps) if not self._steady or not _same(now, self._steady[i])]
+        if changed:  # every launch that is saved counts where chunks are short
+            torch._foreach_copy_([own[i] for i in changed], [leaves[i] for i in changed])
             self._steady = stamps
         for mine, theirs in zip(tree_leaves(self._case[1:]), tree_leaves(rest), strict=True):
             mine.copy_(theirs)
@@ -212,7 +215,11 @@ def require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> Non
 
 def same_tensors(a: Stamps, b: Stamps) -> bool:
     """Whether two lists name the same tensors in the same state."""
-    return len(a) == len(b) and all(p is q and v == w for (p, v), (q, w) in zip(a, b, strict=True))
+    return len(a) == len(b) and all(_same(now, then) for now, then in zip(a, b, strict=True))
+
+
+def _same(now: tuple[Tensor, int], then: tuple[Tensor, int]) -> bool:
+    return now[0] is then[0] and now[1] == then[1]
 
 
 def _draws(node: torch.fx.Node) -> bool:

@@ -104,19 +104,20 @@ class Engine:
         """The clipped sum of one chunk at the given parameters; see ``sum_of_chunk``."""
         check_rows((inputs, targets), weights, copies)
         reference = self._reference(parameters, inputs, targets, copies)
-        loss, parameters, inputs = self._ready(parameters, inputs)
+        loss, inputs = self._ready(inputs)
         if self._compile and weights.shape[0]:
             form = key(parameters, inputs, targets, weights), self._modes(), clip.p == 1, clip.norm, copies
             try:
                 if form not in self._compiled:
                     take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
-                    case = (parameters, inputs, targets, weights, clip, copies)
+                    case = (self._at_precision(parameters), inputs, targets, weights, clip, copies)
                     with self._draws_apart():
                         self._compiled[form] = Compiled(take, *case, reference)
                 return self._compiled[form](parameters, inputs, targets, weights, clip)
             except UnfitError as reason:
                 self._compile = False
                 _say_uncompiled(reason)
+        parameters = self._at_precision(parameters)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
 
     def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> list[Gradients]:
@@ -125,14 +126,15 @@ class Engine:
         Where they are compiled every coordinate of all of them is held, and the next call may write over them.
         """
         reference = self._reference(parameters, inputs, targets, copies)
-        loss, parameters, inputs = self._ready(parameters, inputs)
+        loss, inputs = self._ready(inputs)
         take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
         if self._compile and rows((inputs, targets)):
             form = key(parameters, inputs, targets), self._modes(), copies
             if form not in self._gradients:
                 try:
+                    case = (self._at_precision(parameters), inputs, targets, copies)
                     with self._draws_apart():
-                        self._gradients[form] = CompiledGradients(take, parameters, inputs, targets, copies, reference)
+                        self._gradients[form] = CompiledGradients(take, *case, reference)
                 except UnfitError as reason:
                     # For this form alone: gradients of public samples may not hang on what private ones met.
                     self._gradients[form] = None
@@ -140,7 +142,7 @@ class Engine:
             line = self._gradients[form]
             if line is not None:
                 return line(parameters, inputs, targets)
-        return take(parameters, inputs, targets)
+        return take(self._at_precision(parameters), inputs, targets)
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""
@@ -161,13 +163,13 @@ class Engine:
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._model.modules())
 
-    def _ready(self, parameters: dict[str, Tensor], inputs: Any) -> tuple[Loss, dict[str, Tensor], Any]:
-        """Loss, parameters and inputs in the precision of the run."""
+    def _ready(self, inputs: Any) -> tuple[Loss, Any]:
+        """Loss and inputs in the precision of the run."""
         if self._dtype is None:
-            return self._loss, parameters, inputs
+            return self._loss, inputs
         for mine, theirs in zip(self._model.modules(), self._original.modules(), strict=True):
             mine.training = theirs.training
-        return _in_full(self._loss), self._at_precision(parameters), tree_map(self._cast, inputs)
+        return _in_full(self._loss), tree_map(self._cast, inputs)
 
     def _check_kernels(self, probe: tuple[Any, Any]) -> None:
         """The last check on an accelerator, at the precision of the run, where layers are ours, against torch's own.
@@ -192,7 +194,9 @@ class Engine:
             warnings.warn(f"our kernels are not right on this machine, please report it: {reason}", stacklevel=3)
 
     def _at_precision(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cast once for all the chunks of a step."""
+        """In the precision of the run, cast once for all the chunks of a step. What is compiled casts as it copies."""
+        if self._dtype is None:
+            return parameters
         stamps = [(p, p._version) for p in parameters.values()]
         if self._last is None or not same_tensors(stamps, self._last[0]):
             self._last = stamps, {name: self._cast(p) for name, p in parameters.items()}

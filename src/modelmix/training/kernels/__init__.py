@@ -211,3 +211,22 @@ def group_norm_backward(
 def _(x: Tensor, g: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dweight = x.new_empty(x.shape[:2], dtype=torch.float32)
     return torch.empty_like(x), dweight, torch.empty_like(dweight)
+
+
+# These serve steps that embed gradients, which no compiler sees.
+
+
+def sizes(
+    image: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, bound: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    from modelmix.training.kernels import embedding
+
+    return embedding.sizes(image.contiguous(), residual.contiguous(), shorter, smaller, bound)
+
+
+def excess(
+    gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, per_bound: float, per_rest: float
+) -> Tensor:
+    from modelmix.training.kernels import embedding
+
+    return embedding.excess(gradients.contiguous(), residual.contiguous(), shorter, smaller, per_bound, per_rest)

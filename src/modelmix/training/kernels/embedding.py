@@ -1,0 +1,121 @@
+"""Triton: sizes of what a sample adds to a step that embeds gradients, without writing it down.
+
+A sample adds V e + r, of which V e is scaled by one factor, r by another and then truncated.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _sizes(
+    image,
+    residual,
+    shorter,
+    smaller,
+    bounds,
+    out,
+    width,
+    residual_width,
+    splits,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    m = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    a = tl.load(shorter + m)
+    s = tl.load(smaller + m)
+    bound = tl.load(bounds)
+    # What is scaled by 0 is not read: it may be infinite, and adds nothing.
+    image_end = tl.where(a > 0, width, 0)
+    residual_end = tl.where(s > 0, width, 0)
+    squares = tl.zeros((BLOCK,), dtype=tl.float64)
+    tops = tl.zeros((BLOCK,), dtype=tl.float64)
+    whole_squares = tl.zeros((BLOCK,), dtype=tl.float64)
+    whole_tops = tl.zeros((BLOCK,), dtype=tl.float64)
+    for turn in range(TURNS):
+        d = (turn * splits + split) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(image + m * width + d, mask=d < image_end, other=0.0) * a
+        r = tl.load(residual + m * residual_width + d, mask=d < residual_end, other=0.0).to(tl.float64) * s
+        squares += v * v
+        tops = tl.maximum(tops, tl.abs(v))
+        v += tl.minimum(tl.maximum(r, -bound), bound)
+        whole_squares += v * v
+        whole_tops = tl.maximum(whole_tops, tl.abs(v))
+    at = out + (m * splits + split) * 4
+    tl.store(at, tl.sum(squares, 0))
+    tl.store(at + 1, tl.max(tops, 0))
+    tl.store(at + 2, tl.sum(whole_squares, 0))
+    tl.store(at + 3, tl.max(whole_tops, 0))
+
+
+def sizes(
+    image: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, bound: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(norm, top coordinate) of every row of shorter * image, and of that plus the truncated smaller * residual.
+
+    Everything is measured in float64; what is not a number makes its norm none.
+
+    Args:
+        image: m x width, float64.
+        residual: m x width or more, of which the rest is not read.
+        shorter, smaller, bound: float64 numbers, of every row and of all.
+    """
+    (m, width), block = image.shape, 1024
+    splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
+    out = torch.empty(m, splits, 4, dtype=torch.float64, device=image.device)
+    _sizes[(m, splits)](
+        image, residual, shorter, smaller, bound, out, width, residual.shape[1], splits,
+        block, triton.cdiv(width, block * splits),
+    )  # fmt: skip
+    norms, tops = out[:, :, ::2].sum(1).sqrt(), out[:, :, 1::2].amax(1)
+    return (norms[:, 0], tops[:, 0]), (norms[:, 1], tops[:, 1])
+
+
+@triton.jit
+def _excess(
+    gradients,
+    residual,
+    shorter,
+    smaller,
+    out,
+    width,
+    splits,
+    per_bound,
+    per_rest,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    m = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    a = tl.load(shorter + m).to(tl.float32)
+    s = tl.load(smaller + m).to(tl.float32)
+    end = tl.where(tl.minimum(a, s) > 0, width, 0)
+    most = tl.zeros((BLOCK,), dtype=tl.float32)
+    for turn in range(TURNS):
+        d = (turn * splits + split) * BLOCK + tl.arange(0, BLOCK)
+        r = tl.load(residual + m * width + d, mask=d < end, other=0.0)
+        v = (tl.load(gradients + m * width + d, mask=d < end, other=0.0) - r) * a
+        r *= s
+        alone = tl.abs(v)
+        both = tl.minimum((alone + tl.abs(r)) * per_bound, alone * per_rest)
+        most = tl.maximum(most, tl.where(v * r > 0, both, alone * per_bound))
+    tl.store(out + m * splits + split, tl.max(most, 0))
+
+
+def excess(
+    gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, per_bound: float, per_rest: float
+) -> Tensor:
+    """See ``embedding._excess``, in float32; gradients and residual are m x width, contiguous."""
+    (m, width), block = residual.shape, 1024
+    splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
+    out = torch.empty(m, splits, dtype=torch.float32, device=residual.device)
+    _excess[(m, splits)](
+        gradients, residual, shorter, smaller, out, width, splits, per_bound, per_rest,
+        block, triton.cdiv(width, block * splits),
+    )  # fmt: skip
+    return out.amax(1).double()
