@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import modelmix as mm
 from modelmix.data import DataSet, Split
 from modelmix.experiments import store, tables
 from modelmix.experiments.recipe import Recipe
+from modelmix.experiments.reproduction import Run
 from modelmix.experiments.results import Result, account
 from modelmix.features import patches
 from modelmix.features.whitening import Whitened
@@ -349,7 +351,12 @@ def test_a_result_that_cannot_be_written_is_not_lost(run, folder):
         ({"accuracy": {"reported": "last", "last": "0.9"}}, "its numbers cannot be right"),
         ({"steps": 5}, "its numbers cannot be right"),
         ({"data": {}}, "its numbers cannot be right"),
+        ({"accuracy": {"reported": "last", "last": 10**400}}, "its numbers cannot be right"),
         ({"ledger": {}}, "is not a ledger"),
+        ({"rehearsal": True}, "is a rehearsal and no result: move it away"),
+        ({"row": "two"}, "is the result of another recipe or row: move it away"),
+        ({"same_run_as": 7}, "was edited: same_run_as cannot be right"),
+        ({"same_run_as": None}, "was edited: same_run_as cannot be right"),
     ],
 )
 def test_results_of_another_version_stay_as_they_are(run, folder, change, message):
@@ -364,6 +371,183 @@ def test_results_of_another_version_stay_as_they_are(run, folder, change, messag
     assert message in err
     assert path.read_bytes() == before
     assert load(folder, "two", "plain").steps == 6
+
+
+# The same training in two rows.
+
+PAPER = ["--kind", "paper"]
+ONE, OTHER = "table1/one/paper-1.json", "table2/other/paper-1.json"
+
+
+@pytest.fixture
+def twins(folder):
+    """Row other of table2 asks for what row one of table1 asks for."""
+    (folder / "recipes/table2/other.toml").write_text(ROW.format(epsilon=2.0, z=2.0))
+    return folder / "results"
+
+
+@pytest.fixture
+def finished(run, twins):
+    """Of the two, row one has been run."""
+    assert run("reproduce", "table1", "--row", "one", *PAPER)[0] == 0
+    return twins
+
+
+def trained(results: Path, place: str = OTHER) -> bool:
+    """Whether the run with this result has trained itself."""
+    return (results / "runs" / place).with_suffix("").exists()
+
+
+def body(results: Path, place: str) -> dict:
+    return json.loads((results / place).read_text())
+
+
+def test_a_training_that_another_row_has_is_not_repeated(run, twins):
+    assert run("reproduce", "table1", "--row", "one", "--seeds", 2)[0] == 0
+    (twins.parent / "data.npz").unlink()  # nothing is loaded
+    code, _, err = run("reproduce", "table2", "--seeds", 2, "--precision", "bfloat16")
+    assert code == 0
+    assert "10 of 10 runs have a result" in err
+    assert not (twins / "runs/table2").exists()
+    for kind in tables.KINDS:
+        for seed in (1, 2):
+            there, here = f"table1/one/{kind}-{seed}.json", f"table2/other/{kind}-{seed}.json"
+            assert f"table2 other {kind}, seed {seed}: taken from results/{there}, which is the same training: " in err
+            first = body(twins, there)
+            assert body(twins, here) == {
+                **first,
+                "table": "table2",
+                "row": "other",
+                "recipe": {**first["recipe"], "name": f"table2/other/{kind}"},
+                "same_run_as": there,
+            }
+            assert Result.load(twins / here).same_run_as == there
+            assert Result.load(twins / there).same_run_as is None
+    before = (twins / OTHER).read_bytes()
+    code, _, err = run("reproduce", "table2", "--seeds", 2)
+    assert (code, "10 runs, 10 of them done" in err, "taken from" in err) == (0, True, False)
+    assert (twins / OTHER).read_bytes() == before
+    (row,) = json.loads(run("results", "--json")[1])["tables"]["table2"]
+    assert {kind: found["seeds"] for kind, found in row["runs"].items()} == {kind: [1, 2] for kind in tables.KINDS}
+
+
+def test_a_training_is_shared_within_a_table_and_a_command(run, folder):
+    (folder / "recipes/table1/two.toml").write_text(ROW.format(epsilon=2.0, z=3.0))
+    assert run("reproduce", "table1", "--row", "one", "--row", "two", *PAPER, "--kind", "plain")[0] == 0
+    assert load(folder, "two", "paper").same_run_as == ONE
+    assert load(folder, "two", "plain").same_run_as is None  # the noise is another
+
+
+def test_whose_training_it_is_stays_true_whichever_file_it_was_taken_from(run, twins):
+    (twins.parent / "recipes/table3").joinpath("third.toml").write_text(ROW.format(epsilon=2.0, z=2.0))
+    run("reproduce", "table1", "--row", "one", *PAPER)
+    run("reproduce", "table2", *PAPER)
+    before = (twins / ONE).read_bytes()
+    (twins / ONE).unlink()
+    assert run("reproduce", "table3", *PAPER)[0] == 0
+    assert body(twins, "table3/third/paper-1.json")["same_run_as"] == ONE
+    assert run("reproduce", "table1", "--row", "one", *PAPER)[0] == 0
+    assert (twins / ONE).read_bytes() == before  # the first again, not a copy of its copy
+
+
+def test_another_recipe_or_seed_is_another_training(run, twins):
+    row = (twins.parent / "recipes/table2/other.toml").read_text()
+    (twins.parent / "recipes/table2/other.toml").write_text(row.replace("[paper]\n", "[paper]\nclip = 2.0\n"))
+    run("reproduce", "table1", "--row", "one", *PAPER, "--kind", "gaussian")
+    assert run("reproduce", "table2", *PAPER)[0] == 0
+    assert run("reproduce", "table2", "--kind", "gaussian", "--first-seed", 2)[0] == 0
+    for place in (OTHER, "table2/other/gaussian-2.json"):
+        assert trained(twins, place)
+        assert "same_run_as" not in body(twins, place)
+
+
+def test_every_value_of_a_recipe_counts(finished):
+    other = Run.of(tables.row("table2", "other"), "paper", 1)
+    assert other.twin(finished) is not None
+    assert Run.of(tables.row("table1", "one"), "paper", 1).twin(finished) is None  # nobody is their own twin
+    changes = [
+        {"data": "svhn"},
+        {"model": "cnn"},
+        {"mechanism": "released"},
+        {"epsilon": 2.5},
+        {"noise_multiplier": 2.0},
+        {"delta": 1e-6},
+        {"steps": 7},
+        {"batch": 41},
+        {"sample_rate": 40 / 240},
+        {"clip": 2.0},
+        {"lr": 2.0},
+        {"lr": {"1": 1.0, "2": 0.5}},
+        {"mixing_width": 3.0},
+        {"p": 2},
+        {"padding": "exact"},
+        {"momentum": 0.9},
+        {"weight_decay": 0.1},
+        {"ema": 0.9},
+        {"augment": "mirror"},
+        {"multiplicity": 2},
+        {"second_start": True},
+        {"evaluate_every": 2},
+        {"seed": 2},
+        {"seed": None},
+    ]
+    for change in changes:
+        assert replace(other, recipe=other.recipe.changed(**change)).twin(finished) is None, change
+
+
+def test_a_rehearsal_is_shared_with_nothing(run, twins):
+    """Not even one that is as long as the run, not even if somebody moves the file to the results."""
+    rehearse = ["--steps", 6]
+    run("reproduce", "table1", "--row", "one", *PAPER, *rehearse)
+    (twins / "table1").mkdir()
+    (twins / "rehearsals/table1/one").rename(twins / "table1/one")
+    assert run("reproduce", "table2", *PAPER)[0] == 0
+    assert trained(twins)
+    assert "same_run_as" not in body(twins, OTHER)
+    (twins / ONE).unlink()
+    code, _, err = run("reproduce", "table1", "--row", "one", *PAPER, *rehearse)
+    assert (code, "taken from" in err) == (0, False)
+    assert not (twins / ONE).exists()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[:-20],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text.replace('"version": 1', '"version": 2', 1),
+        lambda text: text.replace('"row": "one"', '"row": "two"'),
+        lambda text: text.replace('"seed": 1,\n "rehearsal"', '"seed": 2,\n "rehearsal"'),
+        lambda text: text.replace('"lr": 1.0', '"lr": 2.0'),
+        lambda text: text.replace('"lr": 1.0', '"of": "the future"'),
+        lambda text: text.replace('"last": 0.', '"last": 7.'),
+    ],
+)
+def test_a_result_that_cannot_be_right_is_passed_over(run, finished, spoil):
+    text = (finished / ONE).read_text()
+    (finished / ONE).write_text(spoil(text))
+    assert (finished / ONE).read_text() != text
+    assert Run.of(tables.row("table2", "other"), "paper", 1).twin(finished) is None
+    code, _, err = run("reproduce", "table2", *PAPER)
+    assert (code, "taken from" in err) == (0, False)
+    assert trained(finished)
+    assert (finished / ONE).read_text() == spoil(text)
+
+
+def test_a_folder_in_place_of_a_result_is_passed_over(run, finished):
+    (finished / ONE).unlink()
+    (finished / ONE).mkdir()
+    assert run("reproduce", "table2", *PAPER)[0] == 0
+    assert trained(finished)
+
+
+def test_a_result_of_what_its_row_no_longer_asks_for_is_passed_over(run, finished):
+    row = finished.parent / "recipes/table1/one.toml"
+    row.write_text(row.read_text().replace("[paper]\n", "[paper]\nclip = 2.0\n"))
+    tables._table.cache_clear()
+    assert run("reproduce", "table2", *PAPER)[0] == 0
+    assert trained(finished)
 
 
 # Rehearsals.

@@ -181,9 +181,9 @@ def test_two_results_of_one_run_are_refused():
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
-    one = result(50, "paper")
-    one.save(tmp_path / "one.json")
-    assert Result.load(tmp_path / "one.json") == one
+    for one in (result(50, "paper"), result(50, "paper", same_run_as="table3/a/paper-1.json")):
+        one.save(tmp_path / "one.json")
+        assert Result.load(tmp_path / "one.json") == one
 
 
 def test_a_cut_off_file_is_refused(tmp_path):

@@ -55,7 +55,8 @@ def reproduce(
     """Recompute a figure of the paper, or train the runs of a table, and set our numbers beside the printed ones.
 
     Runs of a table that are finished are skipped, and one that was interrupted goes on where it stopped: give the same
-    command again. modelmix results shows the tables.
+    command again. What another row has trained with the same recipe and seed is taken from there. modelmix results
+    shows the tables.
 
     \b
     modelmix reproduce fig2

@@ -1,4 +1,4 @@
-"""``modelmix reproduce`` a table, transfer or embedding: every chosen run, begun, resumed or skipped."""
+"""``modelmix reproduce`` a table, transfer or embedding: every chosen run, begun, resumed, skipped or shared."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _require_place(out: Path) -> None:
 def _carry_out(
     runs: Sequence[Run], out: Path, data_dir: Path | None, performance: Any
 ) -> tuple[list[Result], list[dict[str, str]]]:
-    from modelmix.experiments.reproduction import carry_out, reason, tidy
+    from modelmix.experiments.reproduction import adopt, carry_out, reason, tidy
     from modelmix.experiments.store import Store
 
     _plan(runs, out)
@@ -103,6 +103,10 @@ def _carry_out(
         try:
             if (found := run.finished(out)) is not None:
                 done.append(found)
+                continue
+            if (twin := run.twin(out)) is not None:
+                done.append(adopt(run, twin, out))
+                _say(f"{head}: taken from {twin.path}, which is the same training: {_outcome(twin)}")
                 continue
             if data not in absent and (why := _unreadable(store, run)) is not None:
                 absent[data] = why

@@ -1,5 +1,7 @@
 """Runs of the paper's tables, one after the other: begun, resumed or skipped, and each with a result at the end.
 
+Rows of different tables may ask for the same training; it is made once.
+
 The test set is read once a run, after its last step: nothing in training can depend on it.
 """
 
@@ -12,7 +14,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,7 +28,7 @@ from modelmix.experiments.preparation import Prepared
 from modelmix.experiments.recipe import Recipe
 from modelmix.experiments.results import Result, account, place
 from modelmix.experiments.store import Store
-from modelmix.experiments.tables import Row
+from modelmix.experiments.tables import TABLES, Row, rows
 from modelmix.training import Performance, Trainer
 
 REHEARSALS = "rehearsals"
@@ -62,20 +64,43 @@ class Run:
     def name(self) -> str:
         return f"{self.row.table} {self.row.name} {self.kind}, seed {self.seed}"
 
+    @property
+    def place(self) -> Path:
+        """Where its result lies within a folder of results."""
+        return place(self.row.table, self.row.name, self.kind, self.seed)
+
     def file(self, out: Path) -> Path:
         """Where its result goes."""
-        root = out / REHEARSALS if self.rehearsal else out
-        return root / place(self.row.table, self.row.name, self.kind, self.seed)
+        return (out / REHEARSALS if self.rehearsal else out) / self.place
 
     def finished(self, out: Path) -> Result | None:
-        """Its result, if it is there; refused if it is that of another recipe."""
+        """Its result, if it is there; refused if it is that of another recipe or row, or a rehearsal."""
         path = self.file(out)
         if self.rehearsal or not path.exists():
             return None
         found = Result.load(path)
-        if Recipe.from_mapping(found.recipe) != self.recipe:
-            raise ModelMixError(f"{path} is the result of another recipe: move it away, or choose another --out.")
+        if found.rehearsal:
+            raise ModelMixError(f"{path} is a rehearsal and no result: move it away, or choose another --out.")
+        misplaced = place(found.table, found.row, found.kind, found.seed) != self.place
+        if misplaced or Recipe.from_mapping(found.recipe) != self.recipe:
+            raise ModelMixError(
+                f"{path} is the result of another recipe or row: move it away, or choose another --out."
+            )
         return found
+
+    def twin(self, out: Path) -> Result | None:
+        """The result of another run with this recipe in all but the name, seed included: the same training.
+
+        It is one that its own run would accept as finished; any other file is passed over. A rehearsal has none.
+        """
+        if self.rehearsal:
+            return None
+        for other in (Run.of(row, kind, self.seed) for table in TABLES for row in rows(table) for kind in row.kinds):
+            if other.place != self.place and replace(other.recipe, name=self.recipe.name) == self.recipe:
+                with suppress(ModelMixError, OSError):  # what is wrong with it is for its own run to say
+                    if (found := other.finished(out)) is not None:
+                        return found
+        return None
 
 
 @contextmanager
@@ -86,6 +111,23 @@ def _folder(run: Run, out: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary:
         yield Path(temporary) / "run"
+
+
+def adopt(run: Run, twin: Result, out: Path) -> Result:
+    """Writes the result of a run from that of its twin, and in it whose training it is; nothing is trained."""
+    own, trained = run.place.as_posix(), place(twin.table, twin.row, twin.kind, twin.seed).as_posix()
+    origin = twin.same_run_as or trained
+    result = replace(
+        twin,
+        table=run.row.table,
+        row=run.row.name,
+        kind=run.kind,
+        recipe={**twin.recipe, "name": run.recipe.name},
+        same_run_as=None if origin == own else origin,  # own: the twin was written from this run, whose file is gone
+        path=run.file(out),
+    )
+    result.save(run.file(out))
+    return result
 
 
 def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Result:

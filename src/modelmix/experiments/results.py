@@ -35,6 +35,7 @@ _SECTIONS = {
     "versions": dict,
     "date": str,
 }
+_OPTIONAL = {"same_run_as": str}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Result:
         epsilon: see ``account``.
         ledger: what was spent, as in ``ledger.json``.
         seconds: "training": the steps and checkpoints; "total": with loading and the test.
+        same_run_as: the file, within the folder of results, of the row whose training this is; None if it is its own.
     """
 
     table: str
@@ -69,6 +71,7 @@ class Result:
     performance: Mapping[str, Any]
     versions: Mapping[str, str]
     date: str
+    same_run_as: str | None = None
     path: Path | None = field(default=None, compare=False)
 
     @property
@@ -87,7 +90,8 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Written whole or not at all."""
-        body = {name: value for name, value in asdict(self).items() if name != "path"}
+        left_out = {"path"} | {name for name in _OPTIONAL if getattr(self, name) is None}
+        body = {name: value for name, value in asdict(self).items() if name not in left_out}
         write_atomically(path, json.dumps({"schema": SCHEMA, "version": VERSION, **body}, indent=1) + "\n")
 
     @classmethod
@@ -106,8 +110,9 @@ class Result:
                 f"{path} is of version {version!r} and this program reads version {VERSION}: use the program that "
                 "wrote it, or move it away."
             )
-        odd = [name for name, kind in _SECTIONS.items() if type(found.get(name)) is not kind]
-        odd += [name for name in found if name not in _SECTIONS]
+        sections = _SECTIONS | {name: kind for name, kind in _OPTIONAL.items() if name in found}
+        odd = [name for name, kind in sections.items() if type(found.get(name)) is not kind]
+        odd += [name for name in found if name not in sections]
         if odd:
             raise ModelMixError(f"{path} was edited: {', '.join(odd)} cannot be right; restore it.")
         result = cls(**found, path=path)
@@ -122,7 +127,7 @@ class Result:
                 raise ValueError
         except ModelMixError as error:
             raise ModelMixError(f"{path}: {error}") from None
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ModelMixError(f"{path} was edited: its numbers cannot be right; restore it.") from None
         return result
 
