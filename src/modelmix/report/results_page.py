@@ -40,6 +40,7 @@ printed for the same epsilon, {below} does not, and a dash is a run that was not
 The test set was read once a run, after the last step; a run that keeps an average of its states reports the average,
 any other the last state. Every epsilon is recomputed from the ledger in the file, at delta = 1e-5, and named in the
 cell if it is above that of the row. Seeds make runs repeatable, which is right for public data and for nothing else.
+Rows that ask for the same training may share one run: the file of one then names the other's as `same_run_as`.
 
 | column | what |
 | --- | --- |
