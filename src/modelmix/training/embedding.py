@@ -30,17 +30,14 @@ from modelmix.privacy.validation import whole
 from modelmix.training import kernels
 from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
 from modelmix.training.engines.choice import rough
-from modelmix.training.gradients import Dense, Gradients
+from modelmix.training.gradients import Dense, Flat
 from modelmix.training.sampling import TensorSource
 
 # What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
 _NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
 _TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
-_ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of rounded factors
-
-Flat = Sequence[tuple[Gradients, int]]
-"""The gradients of some samples for every parameter, each with its number of coordinates."""
+_ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of factors of 11 bits
 
 
 class Embedding:
@@ -118,11 +115,14 @@ class Basis:
         return self.parts[0][1].device
 
     @cached_property
+    def padded(self) -> tuple[Tensor, ...]:
+        """The matrices with zeros up to the next sizes that the device likes."""
+        return tuple(_to_size(v, *(_padded(n, v.device) for n in v.shape)) for _, v in self.parts)
+
+    @cached_property
     def factors(self) -> tuple[Tensor, ...]:
-        """The matrices in the precision in which gradients are taken apart, with zeros up to the next ``_padded``."""
-        return tuple(
-            _to_size(v.to(_precision(v.device)), *(_padded(n, v.device) for n in v.shape)) for _, v in self.parts
-        )
+        """These in the precision in which gradients are taken apart."""
+        return tuple(v.to(_precision(v.device)) for v in self.padded)
 
     @property
     def size(self) -> int:
@@ -304,30 +304,34 @@ class EmbeddingClip:
         )
 
     def _foreseen(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> Tensor:
-        """What brings the coordinates of V e + r below c/sqrt(p), as far as rough products show: V e is g - r."""
-        bound = self.c / math.sqrt(self.p) * (1 - _ROOM)
-        rest = max(bound - self.c1 / math.sqrt(self.p), 1e-300)
-        most = torch.zeros_like(smaller)
+        """What brings V e + r below its bounds, as far as rough products show: V e is g - r."""
+        limit = self.c1 / math.sqrt(self.p)
+        c = self.c * (1 - (MARGIN if basis.factors[0].dtype == torch.float64 else _ROOM))
+        bound = c / math.sqrt(self.p)
+        per_rest = min(1 / max(bound - limit, 1e-300), 1e30)
+        most, squares = torch.zeros_like(smaller), torch.zeros_like(smaller)
         for (part, _), v, e in zip(basis.parts, basis.factors, _split(embeddings, basis), strict=True):
             g = columns(gradients, part)
             with rough(g.device):
                 r = torch.addmm(g, e, v.T, alpha=-1)
-            most = most.maximum(_excess(g, r, shorter, smaller, 1 / bound, min(1 / rest, 1e30)))
-        return 1 / most.clamp_min(1.0)
+            excess, more = _excess(g, r, shorter, smaller, limit, 1 / bound, per_rest, 1 / (bound + limit))
+            most, squares = most.maximum(excess), squares + more
+        return 1 / most.maximum(squares.sqrt() / c).clamp_min(1.0)
 
     def _summed(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> _Summed:
         """The sum of residuals, scaled by ``smaller`` and truncated, and the sizes of all there is a bound on."""
         _, bound = Clip(self.c1, self.p).limits_on(basis.device)
         totals, cuts, squares, images, wholes = [], [], [], [], []
-        for (part, v), factor, e in zip(basis.parts, basis.factors, _split(embeddings, basis), strict=True):
+        for (part, v), wide, factor, e in zip(
+            basis.parts, basis.padded, basis.factors, _split(embeddings, basis), strict=True
+        ):
             r = Dense(_residual(columns(gradients, part), e, factor))
             total, cut = r.clipped_sum(smaller, None if self.p == 1 else bound)
             totals.append(total[: v.shape[0]])
             cuts.append(torch.zeros_like(smaller, dtype=torch.int64) if cut is None else cut)
             squares.append(r.powers(2))
             if self.c < math.inf:
-                image = e[:, : v.shape[1]].double() @ v.T
-                own, whole = _sizes(image, r.values, shorter, smaller, bound)
+                own, whole = _sizes(e.double() @ wide.T, r.values, shorter, smaller, bound)
                 images.append(own)
                 wholes.append(whole)
         nothing = [(torch.zeros_like(smaller), torch.zeros_like(smaller))]
@@ -398,25 +402,36 @@ def _sizes(
         return kernels.sizes(image, r, shorter, smaller, bound)
     image = torch.where(shorter[:, None] > 0, image * shorter[:, None], 0.0)
     own = _size(image)
-    scaled = torch.where(smaller[:, None] > 0, r[:, : image.shape[1]] * smaller[:, None], 0.0)
+    scaled = torch.where(smaller[:, None] > 0, r * smaller[:, None], 0.0)
     return own, _size(image.add_(scaled.clamp_(-bound, bound)))
 
 
-def _excess(g: Tensor, r: Tensor, shorter: Tensor, smaller: Tensor, per_bound: float, per_rest: float) -> Tensor:
-    """How many times too large the largest coordinate of a sample is, of a v + s r with v = g - r and s r truncated.
+def _excess(
+    g: Tensor,
+    r: Tensor,
+    shorter: Tensor,
+    smaller: Tensor,
+    limit: float,
+    per_bound: float,
+    per_rest: float,
+    per_sum: float,
+) -> tuple[Tensor, Tensor]:
+    """Of a v + s r with v = g - r, s r cut to +-limit: how many times too large the largest coordinate is, and |.|^2.
 
     With both shrunk alike it is enough that |a v| + |s r| is below the bound, or |a v| below what truncation leaves of
-    it; where they have different signs, that |a v| is below the bound.
+    it; where they have different signs, that |a v| - |s r| is below the bound, and |a v| below that and the limit.
 
     Args:
-        per_bound, per_rest: one over the bound, and over the bound less that of truncation.
+        per_bound, per_rest, per_sum: one over the bound, over the bound less the limit, and over the bound and it.
     """
     if kernels.has_kernels(r):
-        return kernels.excess(g, r, shorter, smaller, per_bound, per_rest)
+        return kernels.excess(g, r, shorter, smaller, limit, per_bound, per_rest, per_sum)
     live = ((shorter > 0) & (smaller > 0))[:, None]
     v, r = (torch.where(live, t * scale[:, None], 0.0) for t, scale in ((g - r, shorter), (r, smaller)))
-    both = ((v.abs() + r.abs()) * per_bound).minimum(v.abs() * per_rest)
-    return torch.where(v * r > 0, both, v.abs() * per_bound).amax(1)
+    alike = ((v.abs() + r.abs()) * per_bound).minimum(v.abs() * per_rest)
+    against = ((v.abs() - r.abs()) * per_bound).maximum(v.abs() * per_sum)
+    most = torch.where(v * r > 0, alike, against).amax(1)
+    return most, (v + r.clamp(-limit, limit)).square().sum(1)
 
 
 def _size(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -66,6 +67,10 @@ class Gradients(ABC):
 
     def __add__(self, other: Gradients) -> Gradients:
         return Dense(self.dense() + other.dense())
+
+
+Flat = Sequence[tuple[Gradients, int]]
+"""The gradients of some samples for all parameters, in parts of the flat vector, each with its coordinates."""
 
 
 def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -27,9 +27,8 @@ from modelmix.report.words import up
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
-from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, Flat, find_basis
+from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.evaluation import evaluate, is_classification
-from modelmix.training.gradients import Gradients
 from modelmix.training.guard import Watch, check_mechanism, check_model
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
@@ -369,7 +368,7 @@ class Trainer:
                     parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
                 else:
                     assert basis is not None
-                    gradients = self._sized(self._engine.gradients(parameters, inputs, targets, self._multiplicity))
+                    gradients = self._engine.gradients(parameters, inputs, targets, self._multiplicity)
                     more, part = clip.sum(gradients, basis, weights)
                     embedded += more
                     parts.append(part)
@@ -392,14 +391,11 @@ class Trainer:
         """The basis of a step, from public samples and a released state alone."""
         chunks = embedding.chunks(self._chunk_size(), self._device, padded=self._engine.fixed_shapes)
         public = (
-            self._sized([g.first(count) for g in self._engine.gradients(parameters, inputs, targets)])
+            [(g.first(count), size) for g, size in self._engine.gradients(parameters, inputs, targets)]
             for inputs, targets, count in chunks
         )
         layout = embedding.layout(self._flat.size)
         return find_basis(layout, public, draws.generator("basis", self._device))
-
-    def _sized(self, gradients: Sequence[Gradients]) -> Flat:
-        return list(zip(gradients, self._flat.sizes, strict=True))
 
     def _account(self, step: int, mechanism: Mechanism) -> None:
         """The ledger line of a step, before its state exists."""

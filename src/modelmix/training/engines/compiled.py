@@ -63,13 +63,18 @@ class Line:
             said = " ".join(str(problem).split())
             raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
 
-    def _prepare(self, function: Any, case: Any, layout: torch.memory_format) -> None:
+    def _prepare(self, function: Callable[..., tuple[Tensor, ...]], case: Any, layout: torch.memory_format) -> None:
+        def laid_out(t: Tensor) -> Tensor:
+            return t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format)
+
+        def line(steady: Any, *rest: Any) -> tuple[Tensor, ...]:
+            return function(tree_map(laid_out, steady), *rest)
+
         # Copies that stay where they are: a replayed graph reads the same memory every time. What is steady keeps its
-        # layout, in which many tensors are copied in one launch.
-        rest = tree_map(lambda t: t.clone(memory_format=layout if t.dim() == 4 else torch.preserve_format), case[1:])
-        self._case = (tree_map(torch.clone, case[0]), *rest)
+        # layout, in which many tensors are copied in one launch, and is laid out within the graph.
+        self._case = (tree_map(torch.clone, case[0]), *tree_map(laid_out, case[1:]))
         with torch.no_grad():
-            trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
+            trace = make_fx(line, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._case)
         self.draws = any(_draws(node) for node in trace.graph.nodes)
         """Whether the function draws random numbers."""
         self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
@@ -173,8 +178,9 @@ class CompiledGradients:
     def __init__(
         self, take: Take, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int, reference: Reference
     ) -> None:
-        def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor, ...]:
-            return tuple(g.dense() for g in take(parameters, inputs, targets))
+        def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor]:
+            # In the order of the flat vector, so that any part of it is one piece of every row.
+            return (torch.cat([g.dense().reshape(g.samples, -1) for g in take(parameters, inputs, targets)], 1),)
 
         few = slice(_CHECKED * copies)
         plain = take(parameters, *tree_map(lambda t: t[few], (inputs, targets)))
@@ -182,12 +188,13 @@ class CompiledGradients:
         right = self._CLIP.sum(plain, ones)
         self._line = Line(line, parameters, inputs, targets)
         if not self._line.draws:
-            mine = [t[: len(ones)] for t in self._line(parameters, inputs, targets)]
-            require_equal(self._CLIP.sum(mine, ones), right, reference(few, ones, self._CLIP))
+            (mine,) = self._line(parameters, inputs, targets)
+            require_equal(self._CLIP.sum([mine[: len(ones)]], ones), right, reference(few, ones, self._CLIP))
         self._line.capture()
 
-    def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> list[Gradients]:
-        return [Dense(t) for t in self._line(parameters, inputs, targets)]
+    def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Gradients:
+        """m x all coordinates."""
+        return Dense(self._line(parameters, inputs, targets)[0])
 
 
 def key(parameters: dict[str, Tensor], *rest: Any) -> Any:

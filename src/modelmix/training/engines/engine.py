@@ -27,7 +27,7 @@ from modelmix.training.engines.compiled import (
     same_tensors,
 )
 from modelmix.training.engines.layers import rule_for, wide
-from modelmix.training.gradients import Gradients
+from modelmix.training.gradients import Flat
 from modelmix.training.parameters import FlatParameters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -120,7 +120,7 @@ class Engine:
         parameters = self._at_precision(parameters)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
 
-    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> list[Gradients]:
+    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> Flat:
         """The gradients of the samples of one chunk, for who bounds them in a way of his own.
 
         Where they are compiled every coordinate of all of them is held, and the next call may write over them.
@@ -141,8 +141,9 @@ class Engine:
                     _say_uncompiled(reason)
             line = self._gradients[form]
             if line is not None:
-                return line(parameters, inputs, targets)
-        return take(self._at_precision(parameters), inputs, targets)
+                return [(line(parameters, inputs, targets), sum(p.numel() for p in parameters.values()))]
+        found = take(self._at_precision(parameters), inputs, targets)
+        return [(g, p.numel()) for g, p in zip(found, parameters.values(), strict=True)]
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""

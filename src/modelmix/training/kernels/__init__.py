@@ -225,8 +225,16 @@ def sizes(
 
 
 def excess(
-    gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, per_bound: float, per_rest: float
-) -> Tensor:
+    gradients: Tensor,
+    residual: Tensor,
+    shorter: Tensor,
+    smaller: Tensor,
+    limit: float,
+    per_bound: float,
+    per_rest: float,
+    per_sum: float,
+) -> tuple[Tensor, Tensor]:
     from modelmix.training.kernels import embedding
 
-    return embedding.excess(gradients.contiguous(), residual.contiguous(), shorter, smaller, per_bound, per_rest)
+    g, r = gradients.contiguous(), residual.contiguous()
+    return embedding.excess(g, r, shorter, smaller, limit, per_bound, per_rest, per_sum)

@@ -20,7 +20,6 @@ def _sizes(
     bounds,
     out,
     width,
-    residual_width,
     splits,
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
@@ -40,7 +39,7 @@ def _sizes(
     for turn in range(TURNS):
         d = (turn * splits + split) * BLOCK + tl.arange(0, BLOCK)
         v = tl.load(image + m * width + d, mask=d < image_end, other=0.0) * a
-        r = tl.load(residual + m * residual_width + d, mask=d < residual_end, other=0.0).to(tl.float64) * s
+        r = tl.load(residual + m * width + d, mask=d < residual_end, other=0.0).to(tl.float64) * s
         squares += v * v
         tops = tl.maximum(tops, tl.abs(v))
         v += tl.minimum(tl.maximum(r, -bound), bound)
@@ -62,14 +61,14 @@ def sizes(
 
     Args:
         image: m x width, float64.
-        residual: m x width or more, of which the rest is not read.
+        residual: m x width.
         shorter, smaller, bound: float64 numbers, of every row and of all.
     """
     (m, width), block = image.shape, 1024
     splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
     out = torch.empty(m, splits, 4, dtype=torch.float64, device=image.device)
     _sizes[(m, splits)](
-        image, residual, shorter, smaller, bound, out, width, residual.shape[1], splits,
+        image, residual, shorter, smaller, bound, out, width, splits,
         block, triton.cdiv(width, block * splits),
     )  # fmt: skip
     norms, tops = out[:, :, ::2].sum(1).sqrt(), out[:, :, 1::2].amax(1)
@@ -85,8 +84,10 @@ def _excess(
     out,
     width,
     splits,
+    limit,
     per_bound,
     per_rest,
+    per_sum,
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
@@ -96,26 +97,39 @@ def _excess(
     s = tl.load(smaller + m).to(tl.float32)
     end = tl.where(tl.minimum(a, s) > 0, width, 0)
     most = tl.zeros((BLOCK,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for turn in range(TURNS):
         d = (turn * splits + split) * BLOCK + tl.arange(0, BLOCK)
         r = tl.load(residual + m * width + d, mask=d < end, other=0.0)
         v = (tl.load(gradients + m * width + d, mask=d < end, other=0.0) - r) * a
         r *= s
         alone = tl.abs(v)
-        both = tl.minimum((alone + tl.abs(r)) * per_bound, alone * per_rest)
-        most = tl.maximum(most, tl.where(v * r > 0, both, alone * per_bound))
-    tl.store(out + m * splits + split, tl.max(most, 0))
+        alike = tl.minimum((alone + tl.abs(r)) * per_bound, alone * per_rest)
+        against = tl.maximum((alone - tl.abs(r)) * per_bound, alone * per_sum)
+        most = tl.maximum(most, tl.where(v * r > 0, alike, against))
+        v += tl.minimum(tl.maximum(r, -limit), limit)
+        squares += v * v
+    at = out + (m * splits + split) * 2
+    tl.store(at, tl.max(most, 0))
+    tl.store(at + 1, tl.sum(squares, 0))
 
 
 def excess(
-    gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, per_bound: float, per_rest: float
-) -> Tensor:
-    """See ``embedding._excess``, in float32; gradients and residual are m x width, contiguous."""
+    gradients: Tensor,
+    residual: Tensor,
+    shorter: Tensor,
+    smaller: Tensor,
+    limit: float,
+    per_bound: float,
+    per_rest: float,
+    per_sum: float,
+) -> tuple[Tensor, Tensor]:
+    """See ``embedding._excess``; in float32. Gradients and residual are m x width."""
     (m, width), block = residual.shape, 1024
     splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
-    out = torch.empty(m, splits, dtype=torch.float32, device=residual.device)
+    out = torch.empty(m, splits, 2, dtype=torch.float32, device=residual.device)
     _excess[(m, splits)](
-        gradients, residual, shorter, smaller, out, width, splits, per_bound, per_rest,
+        gradients, residual, shorter, smaller, out, width, splits, limit, per_bound, per_rest, per_sum,
         block, triton.cdiv(width, block * splits),
     )  # fmt: skip
-    return out.amax(1).double()
+    return out[:, :, 0].amax(1).double(), out[:, :, 1].double().sum(1)
