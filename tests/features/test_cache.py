@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import modelmix as mm
-from modelmix.features import Scattering, cache, cached
+from modelmix.features import Scattering, cache, cached, unfinished
+from modelmix.features.whitening import Whitened
 
 IMAGES = torch.arange(5 * 1 * 8 * 8, dtype=torch.int64).remainder(251).to(torch.uint8).view(5, 1, 8, 8)
 
@@ -26,6 +28,7 @@ class Halves:
     version: int = 1
     name: str = "halves"
     runs: int = 0
+    seen: int = 0
     stop: BaseException | None = None
 
     def shape(self, images):
@@ -36,6 +39,7 @@ class Halves:
         for start in range(0, len(images), 2):
             if start and self.stop:
                 raise self.stop
+            self.seen += len(images[start : start + 2])
             yield images[start : start + 2].float() / 2
 
 
@@ -136,10 +140,144 @@ def test_a_damaged_file_is_computed_anew_and_said(tmp_path, damage):
     assert files(tmp_path) == [name]
 
 
-def test_an_interrupt_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["Ctrl-C", "error"])
+def test_what_is_stopped_goes_on(tmp_path, stop):
+    with pytest.raises(type(stop)):
+        cached(Halves(stop=stop), IMAGES, folder=tmp_path)
+    assert all(name.startswith(".") for name in files(tmp_path))
+    assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in files(tmp_path)), "as private as the images"
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert again.seen == 3, "of five images"
+    (name,) = files(tmp_path)
+    assert np.array_equal(np.load(tmp_path / name), IMAGES.numpy() / 2)
+
+
+def test_before_the_first_batch_an_interrupt_leaves_nothing(tmp_path):
+    class Never(Halves):
+        def batches(self, images):
+            raise KeyboardInterrupt
+            yield
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(Never(), IMAGES, folder=tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_all_there_but_the_name(tmp_path, monkeypatch):
+    """Stopped between the last row and the digest."""
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unfinished.Unfinished, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cached(Halves(), IMAGES, folder=tmp_path)
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert again.runs == 0
+
+
+def test_a_killed_process_loses_what_came_after_its_last_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)  # a note at every batch
+
+    class Killed(Halves):
+        def batches(self, images):
+            for number, batch in enumerate(super().batches(images)):
+                if number == 2:
+                    monkeypatch.setattr(unfinished.Unfinished, "stop", lambda self: self._file.close())
+                    raise KeyboardInterrupt
+                yield batch
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(Killed(), IMAGES, folder=tmp_path)
+    (part,) = tmp_path.glob(".*.part")
+    with part.open("ab") as file:
+        file.write(b"half a row")
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert again.seen == 1
+
+
+PARTS = {
+    "a changed row": lambda part, note: part.write_bytes(part.read_bytes()[:-1] + b"x"),
+    "too few rows": lambda part, note: part.write_bytes(part.read_bytes()[:-1]),
+    "another header": lambda part, note: part.write_bytes(b"x" + part.read_bytes()[1:]),
+    "no rows": lambda part, note: part.write_bytes(b""),
+    "no note": lambda part, note: note.unlink(),
+    "half a note": lambda part, note: note.write_text(note.read_text()[:-5]),
+    "another note": lambda part, note: note.write_text("[1, 2]"),
+    "a note of less than nothing": lambda part, note: note.write_text('{"rows": -1, "digest": ""}'),
+    "a note of too much": lambda part, note: note.write_text('{"rows": 999999, "digest": ""}'),
+}
+
+
+@pytest.mark.parametrize("damage", PARTS.values(), ids=PARTS)
+def test_damaged_parts_are_begun_anew(tmp_path, damage):
     with pytest.raises(KeyboardInterrupt):
         cached(Halves(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
+    damage(*tmp_path.glob(".*.part"), *tmp_path.glob(".*.note"))
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert again.seen == 5
+    assert len(files(tmp_path)) == 1
+
+
+def test_two_processes_write_two_files(tmp_path):
+    """The second computes for itself; both are right, and nothing is left."""
+
+    class During(Halves):
+        def batches(self, images):
+            assert torch.equal(cached(Halves(), images, folder=tmp_path), images.float() / 2)
+            yield from super().batches(images)
+
+    assert torch.equal(cached(During(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert len(files(tmp_path)) == 1
+
+
+def test_where_locks_are_not_known_nothing_is_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "lock", lambda file, wait=False: None)
+    with pytest.raises(KeyboardInterrupt):
+        cached(Halves(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert again.seen == 5
+
+
+def test_what_may_not_last_is_begun_anew(tmp_path):
+    class Once(Halves):
+        lasting = False
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(Once(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
     assert files(tmp_path) == []
+
+
+def test_what_nobody_went_on_with_is_removed_after_a_month(tmp_path):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            cached(Halves(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
+        cached(Halves(), 255 - IMAGES, folder=tmp_path)
+        (tmp_path / next(name for name in files(tmp_path) if name.endswith(".npy"))).unlink()
+        parts = list(tmp_path.glob(".*"))
+        for path in parts:
+            os.utime(path, (0, 0))
+    assert len(parts) == 2
+    cached(Halves(), 255 - IMAGES, folder=tmp_path)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_slow_transform_is_kept_for_all_that_is_made_of_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
+    slow, images = Halves(), torch.randint(0, 256, (30, 3, 4, 4), dtype=torch.uint8)
+    kept = cache.Kept(slow)
+    assert (kept.name, kept.version, kept.parameters) == (slow.name, slow.version, slow.parameters)
+    found = [cached(Whitened(kept, images, count), images) for count in (4, 7, 4)]
+    assert slow.seen == 30, "public and private images are the same ones here, and seen once"
+    alone = [cached(Whitened(slow, images, count), images, folder=tmp_path / "other") for count in (4, 7)]
+    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close([f.abs() for f in found[:2]], [a.abs() for a in alone])  # directions have no sign
 
 
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
@@ -164,6 +302,7 @@ def test_what_another_process_still_writes_stays(tmp_path):
 
 def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
     genuine, made = tempfile.mkstemp, []
+    monkeypatch.setattr(Halves, "lasting", False, raising=False)
 
     def mkstemp(**where):
         made.append(genuine(**where))
@@ -186,6 +325,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     ) as error:
         cached(Halves(), IMAGES, folder=tmp_path)
     assert "\n" not in str(error.value)
+    assert files(tmp_path) == []
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    halves = Halves()
+    with pytest.raises(mm.ModelMixError, match="No space left on device"):
+        cached(halves, IMAGES, folder=tmp_path)
+    assert halves.runs == 0
     assert files(tmp_path) == []
 
 

@@ -2,6 +2,8 @@
 
 Behind the array, where readers of .npy files do not look, comes a digest of it: a file that changed is not used.
 
+A file that is not whole has another name. If its process is stopped, the next one goes on with it.
+
 A file is named after all that its content depends on: a hash of the images, the transform's name, parameters and
 version, and the number format. Features of private images are as private as the images: only their owner may read the
 file, and whoever deletes the images must delete the cache as well.
@@ -9,17 +11,18 @@ file, and whoever deletes the images must delete the cache as well.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import logging
 import math
 import os
-import tempfile
+import shutil
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.files import lock
+from modelmix.features.unfinished import Unfinished, sweep
 
 VARIABLE = "MODELMIX_CACHE"
 """The environment variable that names the folder of caches."""
@@ -38,11 +41,15 @@ FORMATS = ("float16", "float32")
 _LOG = logging.getLogger("modelmix")
 _SILENCE = 15.0  # seconds
 _BLOCK = 1 << 20  # bytes that are read at a time
-_TEMPORARY = ".*-v*.npy.*.tmp"  # the names under which caches are written before they get their own
+_NAMES = "*-v*.npy"
+_AT_ONCE = 1000  # images
 
 
 class Transform(Protocol):
-    """What can be cached: a function of every image alone, that never changes while its version stays."""
+    """What can be cached: a function of every image alone, that never changes while its version stays.
+
+    One whose features of some images cannot be gone on with by another process has an attribute ``lasting``, False.
+    """
 
     @property
     def name(self) -> str: ...
@@ -91,14 +98,45 @@ def cached(
             f"{others[-1]} is of another version of {transform.name}: features are computed anew; delete it at will.",
             stacklevel=2,
         )
-    _write(path, shape, dtype, told(transform.name, len(images), transform.batches(images)))
+    _write(path, shape, dtype, transform, images)
     return _open(path, shape, dtype)
 
 
-def told(name: str, count: int, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same batches; whoever waits long is told now and then how far they are, through the log of ``modelmix``."""
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A slow transform whose features are cached before others are made of them; under its own name."""
+
+    transform: Transform
+
+    @property
+    def name(self) -> str:
+        return self.transform.name
+
+    @property
+    def version(self) -> int:
+        return self.transform.version
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return self.transform.parameters
+
+    def shape(self, images: Tensor) -> tuple[int, ...]:
+        return self.transform.shape(images)
+
+    def batches(self, images: Tensor) -> Iterator[Tensor]:
+        yield from torch.split(cached(self.transform, images), _AT_ONCE)
+
+
+def told(name: str, count: int, batches: Iterable[Tensor], done: int = 0) -> Iterator[Tensor]:
+    """The same batches; whoever waits long is told now and then how far they are, through the log of ``modelmix``.
+
+    Args:
+        count, done: images in all, and how many of them were done before.
+    """
     began = last = time.monotonic()
-    done = first = 0
+    first = 0
+    if done:
+        _LOG.info("%s: features of %s of %s images are there", name, f"{done:,}", f"{count:,}")
     for batch in batches:
         yield batch
         done, now = done + len(batch), time.monotonic()
@@ -150,31 +188,29 @@ def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
     return torch.from_numpy(np.memmap(path, dtype, "c", offset=len(header), shape=shape))
 
 
-def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Tensor]) -> None:
+def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform, images: Tensor) -> None:
     """Writes a .npy file under another name and renames it when it is whole.
 
-    An interrupt or a full disk leaves the old file or none. Plain writes, not a mapped file: a disk that fills up under
-    a mapped file ends the process instead of raising an error.
+    A full disk leaves the old file or none. After an interrupt the next call goes on where this one stopped. Plain
+    writes, not a mapped file: a disk that fills up under a mapped file ends the process instead of raising an error.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path.parent)
-        handle, temporary = _temporary(path)
+        sweep(path.parent, _NAMES)
+        header, row = _header(shape, dtype), _size(shape[1:], dtype)
+        file = Unfinished(path, header, row, lasting=getattr(transform, "lasting", True))
         try:
-            with os.fdopen(handle, "wb") as file:
-                digest = hashlib.blake2b()
-                file.write(_header(shape, dtype))
-                for batch in batches:
-                    content = batch.cpu().numpy().astype(dtype, order="C").data
-                    digest.update(content)
-                    file.write(content)
-                file.write(digest.digest())
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(temporary, path)  # still locked: nobody may take it for a file that was left behind
+            _require_room(path.parent, _size(shape, dtype) - file.rows * row)
+            if file.rows < len(images):
+                batches = transform.batches(images[file.rows :])
+                for batch in told(transform.name, len(images), batches, file.rows):
+                    file.add(len(batch), batch.cpu().numpy().astype(dtype, order="C").data)
+            file.finish()
+        except (OSError, ModelMixError):
+            file.discard()
+            raise
         except BaseException:
-            with suppress(FileNotFoundError):  # interrupted right after it got its name
-                os.unlink(temporary)
+            file.stop()
             raise
     except OSError as error:
         raise ModelMixError(
@@ -183,19 +219,7 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, batches: Iterable[Ten
         ) from None
 
 
-def _temporary(path: Path) -> tuple[int, str]:
-    """A new file beside ``path``, locked while it is open; the lock dies with the process."""
-    while True:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        lock(handle, wait=True)
-        if os.path.exists(temporary):
-            return handle, temporary
-        os.close(handle)  # swept by another process before it was locked
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what killed processes left half-written; a file that is still being written is locked, and stays."""
-    for path in folder.glob(_TEMPORARY):
-        with suppress(OSError), path.open("r+b") as file:
-            if lock(file):
-                path.unlink()
+def _require_room(folder: Path, size: int) -> None:
+    """Before hours of work, not after."""
+    if shutil.disk_usage(folder).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

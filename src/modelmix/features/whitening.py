@@ -63,6 +63,7 @@ class Whitened:
     components: int
 
     version: ClassVar[int] = 1  # count up whenever the features of any image change
+    lasting: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.images, str) and self.images not in IMAGES:
