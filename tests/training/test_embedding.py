@@ -191,6 +191,23 @@ def test_a_foreseen_factor_is_enough_and_not_much_more(seed, size, truncated):
     assert t == 1 or sum(parts).abs().max() >= bound * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e10, 1e14, 1e20, 1e35])
+@pytest.mark.parametrize("held", [True, False], ids=["nothing left over", "nothing embedded"])
+def test_what_a_sample_adds_does_not_hang_on_where_in_a_batch_it_stands(size, held):
+    """Products of matrices round a row differently, by its place and by their number; that may not be scaled up."""
+    generator = torch.Generator().manual_seed(0)
+    v, others = (torch.randn(n, 400, generator=generator, dtype=torch.float64) for n in (20, 101))
+    v = torch.linalg.qr(v.T).Q
+    row = others[-1] @ v @ v.T if held else others[-1] - others[-1] @ v @ v.T
+    clip, found = CLIPS[1], []
+    for m in (1, 4, 16, 100, 101):
+        rows, drawn = others[:m].clone(), torch.zeros(m)
+        rows[-1], drawn[-1] = size * row, 1.0
+        e, part = clip.sum([(Dense(rows), 400)], Basis(((slice(0, 400), v),)), drawn)
+        found.append(torch.cat([e / clip.c0, part.total / clip.c1]))
+    assert all((here - found[0]).norm() <= 1e-10 for here in found)
+
+
 def test_most_samples_are_summed_once(monkeypatch):
     """What sticks out is foreseen: the slow pass, in float64, is made once."""
     rows, passes, right = torch.randn(64, D), [], EmbeddingClip._summed

@@ -37,6 +37,7 @@ from modelmix.training.sampling import TensorSource
 _NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
 _TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
+_ROUNDING = 2.0**-10  # of a gradient: less of it than this may be what products of matrices round away
 _ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of factors of 11 bits
 
 
@@ -277,8 +278,11 @@ class EmbeddingClip:
         fine = torch.isfinite(lengths) & torch.isfinite(norms)
         rows = fine & drawn
         embeddings = torch.where(rows[:, None], embeddings, 0.0)
+        # Rounding hangs on where in a batch a sample stands, so on other samples. Of a long gradient that the basis holds
+        # nothing but rounding is left over: scaled up to the bound, as much of it would change with one sample more.
+        least = _ROUNDING * torch.hypot(lengths, norms)
         shorter, smaller = (
-            torch.where(rows, usable(_scale(c, torch.where(fine, size, 1.0))), 0.0)
+            torch.where(rows, usable(_scale(c, torch.where(fine, size.maximum(least), 1.0))), 0.0)
             for c, size in ((self.c0, lengths), (self.c1, norms))
         )
         if self.c < math.inf:
