@@ -249,3 +249,22 @@ def test_a_layer_registered_twice():
         nn.Sequential(layer, nn.Tanh(), layer), nn.CrossEntropyLoss(), (x, y), MIXED, 1.0, 0.1, test_set=(x, y), seed=1
     ).run(3, progress=False)
     assert t.evaluate()["loss"] > 0
+
+
+@pytest.mark.parametrize("mechanism", [MIXED, PLAIN], ids=["mixed", "plain"])
+def test_noise_is_used_once_whatever_fails_after_it_was_seen(mechanism, monkeypatch):
+    """The model or its gradients show the noise before a step is over: no other step may add the same."""
+    model, optimizer, loader = private(mechanism)
+    loop = optimizer._loop
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    before = loop.randomness.state()
+    monkeypatch.setattr(*((loop.flat, "write") if mechanism.mixed else (optimizer._original, "step")), interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert loop.ledger.steps == 1
+    assert loop.randomness.state() != before

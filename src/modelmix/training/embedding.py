@@ -278,8 +278,8 @@ class EmbeddingClip:
         fine = torch.isfinite(lengths) & torch.isfinite(norms)
         rows = fine & drawn
         embeddings = torch.where(rows[:, None], embeddings, 0.0)
-        # Rounding hangs on where in a batch a sample stands, so on other samples. Of a long gradient that the basis holds
-        # nothing but rounding is left over: scaled up to the bound, as much of it would change with one sample more.
+        # Rounding hangs on where in a batch a row stands, so on other samples. Of a long gradient that the basis holds
+        # nothing but rounding is left over: kept up to the bound, as much would change with one sample more or less.
         least = _ROUNDING * torch.hypot(lengths, norms)
         shorter, smaller = (
             torch.where(rows, usable(_scale(c, torch.where(fine, size.maximum(least), 1.0))), 0.0)

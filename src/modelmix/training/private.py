@@ -303,7 +303,7 @@ class PrivateOptimizer(Optimizer):
             rule = Rule(
                 "mix", loop.rule.padding, loop.rule.momentum, float(self.param_groups[0].get("weight_decay", 0.0))
             )
-            loop.state = take_step(
+            state = take_step(
                 loop.state,
                 total,
                 draws,
@@ -313,16 +313,18 @@ class PrivateOptimizer(Optimizer):
                 eta=eta,
                 expected_batch=loop.batch,
             )
+            loop.randomness.advance()  # first: whatever fails or interrupts from here, this noise is not used again
+            loop.state = state
             loop.flat.write(loop.state.last)
             loop.written = loop.flat.versions()
         else:
             sigma = loop.clip / loop.batch
             noisy = total / loop.batch + sigma * noise(mechanism, draws, loop.flat.size).to(total.device)
+            loop.randomness.advance()
             for name, p in loop.model.named_parameters():
                 if p.requires_grad:
                     p.grad = loop.flat.views(noisy)[name].clone()
             self._original.step()
-        loop.randomness.advance()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own state dict, and under "modelmix" the ledger, the states and the randomness.
