@@ -19,6 +19,7 @@ import modelmix as mm
 from modelmix.training import Performance, Randomness, Trainer, sampling
 from modelmix.training.randomness import StepRandomness
 from modelmix.training.sampling import Ahead, as_source, pieces
+from modelmix.training.sending import sent
 
 
 class Squares(Dataset):
@@ -279,3 +280,13 @@ def test_a_dataset_is_known_by_what_it_gives():
     other = type("Other", (Squares,), {"__getitem__": lambda self, i: (torch.zeros(1), torch.tensor(float(i)))})(7)
     assert source.fingerprint(salt) != as_source(other).fingerprint(salt)
     assert source.fingerprint(salt) != source.fingerprint(b"1" * 16)
+
+
+def test_a_copy_that_may_be_read_later_is_made_from_memory_that_is_kept(monkeypatch):
+    """Pinned memory is not used again before a GPU has read it; of any other a copy must be over when it returns."""
+    told = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: told.append("pinned") or t)
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, device, **how: told.append((device.type, how)) or t)
+    for name in ("cuda", "xpu", "mps", "cpu"):
+        sent(torch.zeros(1, device="cpu"), torch.device(name))
+    assert told == ["pinned", ("cuda", {"non_blocking": True}), ("xpu", {}), ("mps", {}), ("cpu", {})]

@@ -17,6 +17,7 @@ from torch import Tensor
 from modelmix.errors import ModelMixError
 from modelmix.imports import one_line
 from modelmix.training.kernels import triton_is_there
+from modelmix.training.sending import sent
 
 KEY_BYTES = 32
 _CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
@@ -61,8 +62,7 @@ def _by_kernel(key: bytes, blocks: int, device: torch.device) -> Tensor:
     from modelmix.training.kernels.chacha import blocks_of
 
     words = torch.tensor([_signed(word) for word in (*_CONSTANTS, *_words_of(key))], dtype=torch.int32, device="cpu")
-    # Few words are copied before the call returns, and the device need not have finished what it was given before.
-    return blocks_of(words.to(device, non_blocking=True), blocks).view(torch.int64).flatten()
+    return blocks_of(sent(words, device), blocks).view(torch.int64).flatten()
 
 
 @cache

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.training.sending import sent
 
 _ON_DEVICE = 4 * 2**30
 _LOOKED_AT = 16
@@ -100,7 +101,7 @@ class TensorSource:
         for index, weights in pieces(indices, chunk, pad):
 
             def take(t: Tensor, index: Tensor = index) -> Tensor:
-                return t[index.to(t.device, non_blocking=True)]
+                return t[sent(index, t.device)]
 
             yield Chunk(tree_map(take, self.inputs), tree_map(take, self.targets), weights)
 

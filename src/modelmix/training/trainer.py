@@ -38,6 +38,7 @@ from modelmix.training.record import Record
 from modelmix.training.rules import Rule, State, propose_step
 from modelmix.training.sampling import Ahead, Chunk, TensorSource, as_source
 from modelmix.training.schedules import Schedule, schedule
+from modelmix.training.sending import sent
 
 Augment = Callable[[Any, torch.Generator], Any]
 _EVALUATIONS = 20
@@ -357,7 +358,7 @@ class Trainer:
             embedded = 0 if basis is None else torch.zeros(basis.size, dtype=torch.float64, device=self._device)
             for chunk in chunks:
                 inputs, targets, weights = tree_map(
-                    lambda t: t.to(self._device, non_blocking=True), (chunk.inputs, chunk.targets, chunk.weights)
+                    lambda t: sent(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
                 )
                 if not isinstance(self._source, TensorSource):
                     self._check_targets(targets)
