@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix import files
-from modelmix.training import Performance, Randomness, trainer
+from modelmix.training import Performance, Randomness, rules, trainer
 from modelmix.training.engines import engine
 from modelmix.training.folder import RunFolder
 
@@ -316,6 +316,46 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
     kept |= dict(used)
     assert sorted(kept) == list(range(1, STEPS + 1))
     assert len(set(kept.values())) == STEPS
+
+
+@pytest.mark.parametrize("place", ["_account", "_diagnosed"])
+def test_no_state_comes_before_its_ledger_line(tmp_path, monkeypatch, place):
+    """Stopped where the line of step 4 is due, or before it: nobody has seen that step, and its noise is not used up."""
+    genuine, before = getattr(mm.Trainer, place), {}
+
+    def stopped(self: mm.Trainer, *arguments: object) -> object:
+        if self.step == 3:
+            before.update(self._randomness.state())
+            raise KeyboardInterrupt
+        return genuine(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mm.Trainer, place, stopped)
+        one = make(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            finish(one)
+    assert one.step == one.ledger.steps == RunFolder(tmp_path).load_ledger().steps == 3
+    assert one._randomness.state() == before
+    assert torch.equal(finish(make(tmp_path, resume=True)).state.last, finish(make(tmp_path / "whole")).state.last)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, mm.ModelMixError])
+def test_a_step_that_is_not_accepted_changes_nothing_but_the_ledger(tmp_path, monkeypatch, error):
+    one, seen = make(tmp_path), {}
+
+    def accepted(self: rules.Proposed) -> rules.State:
+        if self.state.step == 4:
+            seen.update(state=one.state, key=one._randomness.state(), met=one._diagnostics.state())
+            raise error("no")
+        return self.state
+
+    monkeypatch.setattr(rules.Proposed, "accepted", accepted)
+    with pytest.raises(error):
+        finish(one)
+    assert (one.step, one.ledger.steps) == (3, 4)
+    assert seen["state"] is one.state
+    assert (seen["key"], seen["met"]) == (one._randomness.state(), one._diagnostics.state())
+    assert one._diagnostics.steps == 3
 
 
 def _callers() -> list[str]:

@@ -32,6 +32,17 @@ def algorithm_1(last, previous, total, alpha, delta, eta, tau, batch, padding):
     return torch.tensor(out, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_sum_that_is_no_number_makes_no_step(value):
+    """Clipping says so when a sum exceeded its bounds: this is where such a sum ends."""
+    zero = torch.zeros(D, dtype=torch.float64)
+    total = zero.clone()
+    total[3] = value
+    how = {"mechanism": mm.Mechanism(0.7, 0.1, 3.0), "clip": 2.0, "eta": 0.3, "expected_batch": 5.0}
+    with pytest.raises(mm.ModelMixError, match="sum of clipped gradients is not finite"):
+        take_step(State(zero, zero, zero), total, Randomness(9).step(), rule=Rule("mix"), **how)
+
+
 @pytest.mark.parametrize("padding", ["exact", "paper"])
 @pytest.mark.parametrize("name", ["mix", "alternate"])
 @given(last=vectors, previous=vectors, total=vectors, equal=st.booleans())
