@@ -208,6 +208,25 @@ def test_what_a_sample_adds_does_not_hang_on_where_in_a_batch_it_stands(size, he
     assert all((here - found[0]).norm() <= 1e-10 for here in found)
 
 
+@pytest.mark.parametrize("enough", ["_in_proportion", "_for_certain"])
+def test_a_sample_is_not_shrunk_for_another_that_sticks_out(monkeypatch, enough):
+    """Where nothing is foreseen, and where shrinking in proportion does not help either."""
+    monkeypatch.setattr(EmbeddingClip, "_foreseen", lambda *a: torch.ones_like(a[-1]))
+    if enough == "_for_certain":
+        monkeypatch.setattr(EmbeddingClip, "_in_proportion", lambda *a: torch.ones_like(a[-1]))
+    generator = torch.Generator().manual_seed(0)
+    rows, clip = torch.randn(12, D, generator=generator), CLIPS[1]
+    rows[::2] *= 1e-2  # these fit
+    rows[1::2, 5] *= 100  # these do not
+    basis = random_basis(stretch=1.5)
+    e, part = clip.sum(flat(rows), basis, torch.ones(12))
+    single = [contribution(clip, basis, row) for row in rows]
+    assert torch.isfinite(part.total).all()
+    torch.testing.assert_close(e, sum(s[0] for s in single))
+    torch.testing.assert_close(part.total, sum(s[1] for s in single))
+    torch.testing.assert_close(single[0][2], contribution(EmbeddingClip(5.0, 2.0), basis, rows[0])[2])
+
+
 def test_most_samples_are_summed_once(monkeypatch):
     """What sticks out is foreseen: the slow pass, in float64, is made once."""
     rows, passes, right = torch.randn(64, D), [], EmbeddingClip._summed

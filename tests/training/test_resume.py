@@ -320,7 +320,7 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
 
 @pytest.mark.parametrize("place", ["_account", "_diagnosed"])
 def test_no_state_comes_before_its_ledger_line(tmp_path, monkeypatch, place):
-    """Stopped where the line of step 4 is due, or before it: nobody has seen that step, and its noise is not used up."""
+    """Stopped where the line of step 4 is due, or before it: nobody has seen that step, its noise is unused."""
     genuine, before = getattr(mm.Trainer, place), {}
 
     def stopped(self: mm.Trainer, *arguments: object) -> object:
