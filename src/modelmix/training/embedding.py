@@ -37,7 +37,8 @@ from modelmix.training.sampling import TensorSource
 _NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
 _TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
-_ROUNDING = 2.0**-10  # of a gradient: less of it than this may be what products of matrices round away
+# Of a gradient: less of it than this may be what products of matrices round away.
+_ROUNDING = {torch.float64: 2.0**-10, torch.float32: 2.0**-5}
 _ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of factors of 11 bits
 
 
@@ -280,7 +281,7 @@ class EmbeddingClip:
         embeddings = torch.where(rows[:, None], embeddings, 0.0)
         # Rounding hangs on where in a batch a row stands, so on other samples. Of a long gradient that the basis holds
         # nothing but rounding is left over: kept up to the bound, as much would change with one sample more or less.
-        least = _ROUNDING * torch.hypot(lengths, norms)
+        least = _ROUNDING[basis.factors[0].dtype] * torch.hypot(lengths, norms)
         shorter, smaller = (
             torch.where(rows, usable(_scale(c, torch.where(fine, size.maximum(least), 1.0))), 0.0)
             for c, size in ((self.c0, lengths), (self.c1, norms))

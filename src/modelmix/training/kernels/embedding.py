@@ -42,7 +42,7 @@ def _sizes(
         r = tl.load(residual + m * width + d, mask=d < residual_end, other=0.0).to(tl.float64) * s
         squares += v * v
         tops = tl.maximum(tops, tl.abs(v))
-        v += tl.minimum(tl.maximum(r, -bound), bound)
+        v += tl.where(r == r, tl.minimum(tl.maximum(r, -bound), bound), r)  # what is no number stays
         whole_squares += v * v
         whole_tops = tl.maximum(whole_tops, tl.abs(v))
     at = out + (m * splits + split) * 4
