@@ -313,13 +313,12 @@ class EmbeddingClip:
         limit = self.c1 / math.sqrt(self.p)
         c = self.c * (1 - (MARGIN if basis.factors[0].dtype == torch.float64 else _ROOM))
         bound = c / math.sqrt(self.p)
-        per_rest = min(1 / max(bound - limit, 1e-300), 1e30)
         most, squares = torch.zeros_like(smaller), torch.zeros_like(smaller)
         for (part, _), v, e in zip(basis.parts, basis.factors, _split(embeddings, basis), strict=True):
             g = columns(gradients, part)
             with rough(g.device):
                 r = torch.addmm(g, e, v.T, alpha=-1)
-            excess, more = _excess(g, r, shorter, smaller, limit, 1 / bound, per_rest, 1 / (bound + limit))
+            excess, more = _excess(g, r, shorter, smaller, limit, bound)
             most, squares = most.maximum(excess), squares + more
         return 1 / most.maximum(squares.sqrt() / c).clamp_min(1.0)
 
@@ -412,29 +411,19 @@ def _sizes(
 
 
 def _excess(
-    g: Tensor,
-    r: Tensor,
-    shorter: Tensor,
-    smaller: Tensor,
-    limit: float,
-    per_bound: float,
-    per_rest: float,
-    per_sum: float,
+    g: Tensor, r: Tensor, shorter: Tensor, smaller: Tensor, limit: float, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """Of a v + s r with v = g - r, s r cut to +-limit: how many times too large the largest coordinate is, and |.|^2.
+    """Of a v + s r with v = g - r, s r cut to +-limit: how many times the bound is the largest coordinate, and |.|^2.
 
     With both shrunk alike it is enough that |a v| + |s r| is below the bound, or |a v| below what truncation leaves of
     it; where they have different signs, that |a v| - |s r| is below the bound, and |a v| below that and the limit.
-
-    Args:
-        per_bound, per_rest, per_sum: one over the bound, over the bound less the limit, and over the bound and it.
     """
     if kernels.has_kernels(r):
-        return kernels.excess(g, r, shorter, smaller, limit, per_bound, per_rest, per_sum)
+        return kernels.excess(g, r, shorter, smaller, limit, bound)
     live = ((shorter > 0) & (smaller > 0))[:, None]
     v, r = (torch.where(live, t * scale[:, None], 0.0) for t, scale in ((g - r, shorter), (r, smaller)))
-    alike = ((v.abs() + r.abs()) * per_bound).minimum(v.abs() * per_rest)
-    against = ((v.abs() - r.abs()) * per_bound).maximum(v.abs() * per_sum)
+    alike = ((v.abs() + r.abs()) / bound).minimum(v.abs() / max(bound - limit, 1e-30))
+    against = ((v.abs() - r.abs()) / bound).maximum(v.abs() / (bound + limit))
     most = torch.where(v * r > 0, alike, against).amax(1)
     return most, (v + r.clamp(-limit, limit)).square().sum(1)
 

@@ -225,16 +225,8 @@ def sizes(
 
 
 def excess(
-    gradients: Tensor,
-    residual: Tensor,
-    shorter: Tensor,
-    smaller: Tensor,
-    limit: float,
-    per_bound: float,
-    per_rest: float,
-    per_sum: float,
+    gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, limit: float, bound: float
 ) -> tuple[Tensor, Tensor]:
     from modelmix.training.kernels import embedding
 
-    g, r = gradients.contiguous(), residual.contiguous()
-    return embedding.excess(g, r, shorter, smaller, limit, per_bound, per_rest, per_sum)
+    return embedding.excess(gradients.contiguous(), residual.contiguous(), shorter, smaller, limit, bound)

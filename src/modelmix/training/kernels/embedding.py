@@ -85,9 +85,7 @@ def _excess(
     width,
     splits,
     limit,
-    per_bound,
-    per_rest,
-    per_sum,
+    bound,
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
@@ -104,8 +102,8 @@ def _excess(
         v = (tl.load(gradients + m * width + d, mask=d < end, other=0.0) - r) * a
         r *= s
         alone = tl.abs(v)
-        alike = tl.minimum((alone + tl.abs(r)) * per_bound, alone * per_rest)
-        against = tl.maximum((alone - tl.abs(r)) * per_bound, alone * per_sum)
+        alike = tl.minimum((alone + tl.abs(r)) / bound, alone / tl.maximum(bound - limit, 1e-30))
+        against = tl.maximum((alone - tl.abs(r)) / bound, alone / (bound + limit))
         most = tl.maximum(most, tl.where(v * r > 0, alike, against))
         v += tl.minimum(tl.maximum(r, -limit), limit)
         squares += v * v
@@ -115,21 +113,14 @@ def _excess(
 
 
 def excess(
-    gradients: Tensor,
-    residual: Tensor,
-    shorter: Tensor,
-    smaller: Tensor,
-    limit: float,
-    per_bound: float,
-    per_rest: float,
-    per_sum: float,
+    gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, limit: float, bound: float
 ) -> tuple[Tensor, Tensor]:
     """See ``embedding._excess``; in float32. Gradients and residual are m x width."""
     (m, width), block = residual.shape, 1024
     splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
     out = torch.empty(m, splits, 2, dtype=torch.float32, device=residual.device)
     _excess[(m, splits)](
-        gradients, residual, shorter, smaller, out, width, splits, limit, per_bound, per_rest, per_sum,
+        gradients, residual, shorter, smaller, out, width, splits, limit, bound,
         block, triton.cdiv(width, block * splits),
     )  # fmt: skip
     return out[:, :, 0].amax(1).double(), out[:, :, 1].double().sum(1)
