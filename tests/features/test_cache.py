@@ -210,6 +210,8 @@ PARTS = {
     "another note": lambda part, note: note.write_text("[1, 2]"),
     "a note of less than nothing": lambda part, note: note.write_text('{"rows": -1, "digest": ""}'),
     "a note of too much": lambda part, note: note.write_text('{"rows": 999999, "digest": ""}'),
+    "a note of infinitely much": lambda part, note: note.write_text('{"rows": Infinity, "digest": ""}'),
+    "a note without end": lambda part, note: note.write_text("[" * 200_000),
 }
 
 
@@ -222,6 +224,118 @@ def test_damaged_parts_are_begun_anew(tmp_path, damage):
     assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
     assert again.seen == 5
     assert len(files(tmp_path)) == 1
+
+
+def test_an_interrupt_between_a_row_and_its_count_loses_that_row_alone(tmp_path, monkeypatch):
+    def interrupted(self, rows, content):
+        if self.rows:
+            monkeypatch.setattr(self, "_file", Interrupted(self._file))
+        genuine(self, rows, content)
+
+    class Interrupted:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, content):
+            self.file.write(content)
+            raise KeyboardInterrupt
+
+    genuine = unfinished.Unfinished.add
+    with monkeypatch.context() as patched:
+        patched.setattr(unfinished.Unfinished, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cached(Halves(), IMAGES, folder=tmp_path)
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert again.seen == 3
+
+
+def test_a_note_that_is_being_written_is_not_taken_for_one_that_was_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)  # a note at every batch
+    genuine, begun = os.replace, []
+
+    def replaced(old, new):
+        if str(new).endswith(".note") and not begun:
+            begun.append(new)
+            cached(Halves(), 255 - IMAGES, folder=tmp_path)  # sweeps before it writes
+            assert os.path.exists(old)
+        genuine(old, new)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    halves = Halves()
+    assert torch.equal(cached(halves, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert (len(begun), len(files(tmp_path))) == (1, 2)
+
+
+def test_a_note_that_cannot_be_written_does_not_end_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
+
+    class During(Halves):
+        def batches(self, images):
+            (part,) = tmp_path.glob(".*.part")
+            part.with_suffix(".note").mkdir()
+            yield from super().batches(images)
+
+    assert torch.equal(cached(During(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
+
+
+STRANGE = {
+    "a folder": lambda part: part.mkdir(),
+    "a link": lambda part: part.symlink_to(part.parent.parent / "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
+def test_what_is_no_part_of_ours_is_left_alone(tmp_path, strange):
+    folder = tmp_path / "cache"
+    cached(Halves(), IMAGES, folder=folder)
+    (name,) = files(folder)
+    (folder / name).unlink()
+    strange(folder / f".{name}.part")
+    assert torch.equal(cached(Halves(), IMAGES, folder=folder), IMAGES.float() / 2)
+    assert not (folder / name).is_symlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_part_that_others_may_read_is_closed_to_them(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        cached(Halves(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
+    next(tmp_path.glob(".*.part")).chmod(0o644)
+    cached(Halves(), IMAGES, folder=tmp_path)
+    assert (tmp_path / files(tmp_path)[0]).stat().st_mode & 0o077 == 0
+
+
+def test_a_part_goes_when_another_process_has_finished_the_file(tmp_path):
+    class During(Halves):
+        def batches(self, images):
+            yield next(super().batches(images))
+            cached(Halves(), images, folder=tmp_path)
+            assert len(files(tmp_path)) == 2, "it is still written"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(During(), IMAGES, folder=tmp_path)
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert (again.runs, len(files(tmp_path))) == (0, 1)
+
+
+def test_a_folder_that_goes_is_told_before_all_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
+
+    class During(Halves):
+        def batches(self, images):
+            shutil.rmtree(tmp_path / "cache")
+            yield from super().batches(images)
+
+    during = During()
+    with pytest.raises(mm.ModelMixError, match="No such file or directory"):
+        cached(during, IMAGES, folder=tmp_path / "cache")
+    assert during.seen == 2
+    assert files(tmp_path) == []
 
 
 def test_two_processes_write_two_files(tmp_path):
@@ -328,12 +442,50 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+def test_a_disk_that_fills_up_costs_what_came_after_the_last_note(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Fills(Halves):
+        def batches(self, images):
+            for number, batch in enumerate(super().batches(images)):
+                if number == 1:
+                    monkeypatch.setattr(os, "fsync", full)
+                yield batch
+
+    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)  # a note at every batch
+    with pytest.raises(mm.ModelMixError, match="No space left on device"):
+        cached(Fills(), IMAGES, folder=tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    with pytest.raises(mm.ModelMixError, match="No space left on device"):
+        cached(Halves(), IMAGES, folder=tmp_path)
+    monkeypatch.undo()
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert (again.seen, len(files(tmp_path))) == (3, 1)
+
+
 def test_a_disk_that_is_too_small_is_told_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     halves = Halves()
     with pytest.raises(mm.ModelMixError, match="No space left on device"):
         cached(halves, IMAGES, folder=tmp_path)
     assert halves.runs == 0
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(3, 1, 8, 8), torch.zeros(5, 1, 8, 7)], ids=["rows", "columns"])
+def test_features_that_are_not_as_told_are_refused(tmp_path, batch):
+    class Other(Halves):
+        def batches(self, images):
+            yield batch
+
+    with pytest.raises(
+        mm.ModelMixError, match=r"^halves gave features of shape .* and had told \(5, 1, 8, 8\): "
+    ) as error:
+        cached(Other(), IMAGES, folder=tmp_path)
+    assert "\n" not in str(error.value)
     assert files(tmp_path) == []
 
 

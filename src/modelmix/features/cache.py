@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.features.unfinished import Unfinished, sweep
+from modelmix.features.unfinished import Unfinished, forget, sweep
 
 VARIABLE = "MODELMIX_CACHE"
 """The environment variable that names the folder of caches."""
@@ -90,9 +90,12 @@ def cached(
     path = folder / f"{stem}-v{transform.version}.npy"
     if os.path.exists(path):  # also False where the folder may not be looked into
         try:
-            return _open(path, shape, dtype)
+            found = _open(path, shape, dtype)
         except (OSError, ValueError) as error:
             warnings.warn(f"{path} is not a sound cache ({error}): it is computed anew.", stacklevel=2)
+        else:
+            forget(path)
+            return found
     elif others := sorted(folder.glob(f"{stem}-v*.npy")):
         warnings.warn(
             f"{others[-1]} is of another version of {transform.name}: features are computed anew; delete it at will.",
@@ -191,8 +194,9 @@ def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
 def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform, images: Tensor) -> None:
     """Writes a .npy file under another name and renames it when it is whole.
 
-    A full disk leaves the old file or none. After an interrupt the next call goes on where this one stopped. Plain
-    writes, not a mapped file: a disk that fills up under a mapped file ends the process instead of raising an error.
+    A full disk leaves the old file or none. After an interrupt, or on a full disk, the next call goes on where this one
+    stopped. Plain writes, not a mapped file: a disk that fills up under a mapped file ends the process instead of
+    raising an error.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,9 +208,11 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform,
             if file.rows < len(images):
                 batches = transform.batches(images[file.rows :])
                 for batch in told(transform.name, len(images), batches, file.rows):
+                    _require(transform, (len(images), *batch.shape[1:]), shape)
                     file.add(len(batch), batch.cpu().numpy().astype(dtype, order="C").data)
+            _require(transform, (file.rows, *shape[1:]), shape)
             file.finish()
-        except (OSError, ModelMixError):
+        except ModelMixError:  # the features are no good
             file.discard()
             raise
         except BaseException:
@@ -217,6 +223,15 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform,
             f"cannot write the cache {path}, {_size(shape, dtype) / 1e9:.2g} GB: {error.strerror or error}. Make room, "
             f"or name another folder with {VARIABLE}."
         ) from None
+
+
+def _require(transform: Transform, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Else a file would be written that can never be read."""
+    if tuple(found) != tuple(shape):
+        raise ModelMixError(
+            f"{transform.name} gave features of shape {tuple(found)} and had told {tuple(shape)}: its shape and its "
+            "batches must agree."
+        )
 
 
 def _require_room(folder: Path, size: int) -> None:
