@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -256,6 +257,23 @@ def test_a_place_that_cannot_hold_results_is_refused_at_once(run, folder):
         code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--out", out)
         assert code == 2
         assert "is not a folder. Choose another --out." in err
+
+
+@pytest.mark.parametrize("out", ["x" * 300, "closed"])
+def test_a_place_that_cannot_be_looked_into_is_one_line(run, folder, monkeypatch, out):
+    genuine = os.stat
+
+    def stat(path, *args, **kwargs):
+        if "closed/table1" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return genuine(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    code, _, err = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--out", folder / out)
+    assert code == 1
+    (line,) = (line for line in err.splitlines() if "FAILED" in line)
+    assert "FAILED: cannot look for" in line
+    assert line.endswith("Open its folder, or choose another --out.")
 
 
 def test_data_that_is_not_there_is_said_once(run, tmp_path):

@@ -265,6 +265,7 @@ def test_outdated_results_are_named(run, folder):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not a folder of results"),
+        (["x" * 300], "x is not a folder of results"),
         (["--figure", "figure.jpg"], "the name must end in .png, .svg or .pdf"),
         (["--markdown", "results"], "it is a folder"),
     ],

@@ -81,7 +81,7 @@ def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knob
 
 def _require_place(out: Path) -> None:
     """Refuses a folder that cannot be written to before a run is trained for it; makes none."""
-    there = next(place for place in (out, *out.absolute().parents) if place.exists())
+    there = next(place for place in (out, *out.absolute().parents) if os.path.exists(place))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is not a folder"
         raise ModelMixError(f"cannot write results to {out}: {there} {why}. Choose another --out.")
@@ -141,7 +141,7 @@ def _unreadable(store: Store, run: Run) -> str | None:
 
 
 def _plan(runs: Sequence[Run], out: Path) -> None:
-    waiting = [run for run in runs if not run.file(out).exists() or run.rehearsal]
+    waiting = [run for run in runs if not os.path.exists(run.file(out)) or run.rehearsal]
     steps = sum(run.recipe.steps for run in waiting)
     said = f"{len(runs)} runs, {len(runs) - len(waiting)} of them done; {steps:,} steps to take at most"
     if any(run.rehearsal for run in runs):

@@ -76,8 +76,16 @@ class Run:
     def finished(self, out: Path) -> Result | None:
         """Its result, if it is there; refused if it is that of another recipe or row, or a rehearsal."""
         path = self.file(out)
-        if self.rehearsal or not path.exists():
+        if self.rehearsal:
             return None
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ModelMixError(
+                f"cannot look for {path}: {error.strerror}. Open its folder, or choose another --out."
+            ) from None
         found = Result.load(path)
         if found.rehearsal:
             raise ModelMixError(f"{path} is a rehearsal and no result: move it away, or choose another --out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -141,7 +142,7 @@ def read(folders: Iterable[Path]) -> list[Result]:
     """All results in some folders, ordered by their names. Rehearsals are elsewhere and none of them."""
     found = []
     for folder in folders:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # also False for a name that no disk takes
             raise ModelMixError(f"{folder} is not a folder of results: give one that modelmix reproduce wrote.")
         found += [Result.load(path) for table in TABLES for path in sorted(folder.glob(f"{table}/*/*.json"))]
     return [result for result in found if not result.rehearsal]

@@ -172,7 +172,7 @@ def sweep(folder: Path, pattern: str) -> None:
 def forget(path: Path) -> None:
     """Removes what a process that was stopped left of a file that another one has finished since."""
     part = path.with_name(f".{path.name}{_PART}")
-    if part.exists():
+    if os.path.exists(part):
         with suppress(OSError):
             _remove(part)
 
