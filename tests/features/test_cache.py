@@ -323,6 +323,17 @@ def test_a_part_goes_when_another_process_has_finished_the_file(tmp_path):
     assert (again.runs, len(files(tmp_path))) == (0, 1)
 
 
+def test_a_note_that_outlived_its_part_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(unfinished.Unfinished, "_forget_note", lambda self: None)  # killed right before it
+        cached(Halves(), IMAGES, folder=tmp_path)
+    assert len(files(tmp_path)) == 2
+    again = Halves()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert (again.runs, len(files(tmp_path))) == (0, 1)
+
+
 def test_a_folder_that_goes_is_told_before_all_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
 

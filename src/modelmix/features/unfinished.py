@@ -172,9 +172,11 @@ def sweep(folder: Path, pattern: str) -> None:
 def forget(path: Path) -> None:
     """Removes what a process that was stopped left of a file that another one has finished since."""
     part = path.with_name(f".{path.name}{_PART}")
-    if os.path.exists(part):
-        with suppress(OSError):
+    with suppress(OSError):
+        if os.path.exists(part):
             _remove(part)
+        else:  # its own process was killed between the last two steps
+            part.with_suffix(_NOTE).unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:
