@@ -273,12 +273,13 @@ def test_an_account_that_counts_on_mixing_without_mixing(rule):
         trainer(rule=rule)
 
 
-def test_no_coordinate_slips_past_the_mixing(monkeypatch):
+@pytest.mark.parametrize("left", [0.0, 1 - 1e-9])
+def test_no_coordinate_slips_past_the_mixing(monkeypatch, left):
     honest = rules.padded_gap
 
     def forgets_the_first(*arguments):
         gap = honest(*arguments)
-        gap[0] = 0
+        gap[0] *= left
         return gap
 
     monkeypatch.setattr(rules, "padded_gap", forgets_the_first)
@@ -379,6 +380,18 @@ def test_no_draw_is_left_out():
     next(batches)
     with refused("one fresh draw"):
         next(batches)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_two_loops_over_one_loader_do_not_use_one_draw_twice(chunk):
+    model, optimizer, loader = loop(chunk=chunk)
+    one, other = iter(loader), iter(loader)
+    for batches in (one, other):
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with refused("one fresh draw"):
+        next(one)
 
 
 def test_other_samples_than_the_draw():

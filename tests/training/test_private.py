@@ -63,6 +63,33 @@ def test_a_loop_takes_the_trainers_steps(mechanism, reduction, chunk):
     torch.testing.assert_close(mine, reference.state.last, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_loop_that_is_left_in_the_middle_of_a_draw_goes_on_with_it(parts):
+    """No part of a draw is in its sum twice, and none is left out."""
+    model, optimizer, loader = private(chunk=5)
+    while optimizer.ledger.steps < 5:
+        for _, (x, y) in zip(range(parts), loader, strict=False):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if optimizer.ledger.steps == 5:
+                break
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, trained(MIXED, 5).state.last, rtol=1e-4, atol=1e-5)
+
+
+def test_the_draw_of_a_step_that_failed_is_in_no_other_sum():
+    model, optimizer, loader = private(tau=0.01)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(mm.ModelMixError):
+        epochs(model, optimizer, loader, 1)
+    assert not optimizer._loop.total.any()
+    assert optimizer.ledger.steps == 0
+    optimizer.param_groups[0]["lr"] = 0.3
+    epochs(model, optimizer, loader, 1)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, trained(MIXED, 5, tau=0.01).state.last, rtol=1e-4, atol=1e-5)
+
+
 def test_momentum_of_the_loop_is_the_trainers():
     model, _ = epochs(*private(momentum=0.6), 2)
     mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from modelmix.training.engines.hooks import Capture
 from modelmix.training.gradients import Dense
 from modelmix.training.guard import ALONE, SAME_SET, Watch, check_mechanism, check_model
 from modelmix.training.parameters import FlatParameters
-from modelmix.training.randomness import Randomness
+from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.rules import Rule, State, noise, take_step
 from modelmix.training.sampling import POISSON, _Lazy, _pair
 
@@ -77,6 +77,16 @@ def make_private(
     """
     loop = _Loop(model, optimizer, loader, mechanism, clip, tau, padding, momentum, loss_reduction, chunk, seed)
     return model, PrivateOptimizer(loop, optimizer), PrivateLoader(loop, loader)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some samples of a draw: the ``number``-th part of it, and whether it is the last."""
+
+    draws: StepRandomness
+    number: int
+    last: bool
+    weights: Tensor
 
 
 class _Loop:
@@ -129,7 +139,8 @@ class _Loop:
         start = self.flat.read()
         self.state = State(start, start, torch.zeros_like(start))
         self.total = torch.zeros_like(start)
-        self.pending: tuple[Tensor, bool] | None = None  # weights of the samples given out; are they the last part?
+        self.added = 0  # parts of the present draw that are in the total
+        self.pending: _Part | None = None  # what was given out and is not stepped on yet
         self.capture = Capture(model)
         self.capture.attach()
         # A layer inside may see samples times positions; how many samples there are is seen at the model's own input.
@@ -171,18 +182,21 @@ class PrivateLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loop, loader = self._loop, self._loader
-        parts: deque[tuple[Tensor, bool]] = deque()
+        parts: deque[_Part] = deque()
+        begun = loop.added
 
         def ordered() -> Iterator[list[int]]:
-            for _, draws in zip(range(len(self)), loop.randomness.coming_steps(), strict=False):
+            for k, draws in zip(range(len(self)), loop.randomness.coming_steps(), strict=False):
                 indices = draws.poisson_indices("sampling", loop.n, loop.mechanism.sample_rate)
-                pieces = torch.split(indices, loop.chunk or max(1, indices.numel())) if indices.numel() else ()
+                weight = 1.0 if indices.numel() else 0.0
+                given = indices if weight else torch.zeros(1, dtype=torch.int64, device="cpu")
+                pieces = torch.split(given, loop.chunk or given.numel())
                 for i, piece in enumerate(pieces):
-                    parts.append((torch.ones(piece.numel(), dtype=torch.float64, device="cpu"), i + 1 == len(pieces)))
+                    if k == 0 and i < begun:
+                        continue  # a loop that was left in the middle of a draw has stepped on it
+                    weights = torch.full((piece.numel(),), weight, dtype=torch.float64, device="cpu")
+                    parts.append(_Part(draws, i, i + 1 == len(pieces), weights))
                     yield piece.tolist()
-                if not pieces:
-                    parts.append((torch.zeros(1, dtype=torch.float64, device="cpu"), True))
-                    yield [0]
 
         batches = DataLoader(
             loader.dataset,
@@ -199,7 +213,14 @@ class PrivateLoader:
                     "the last draw was not stepped on before the next was asked for.",
                     "Call optimizer.step() for every batch; leaving draws out depends on the data.",
                 )
-            loop.pending = parts.popleft()
+            part = parts.popleft()
+            if part.number != loop.added or not loop.randomness.comes_to(part.draws):
+                raise UnprovedError(
+                    ONE_DRAW,
+                    "another loop over the loader, or a step that failed, has used this draw or put it out of turn.",
+                    "Loop over the loader anew, and in one loop at a time.",
+                )
+            loop.pending = part
             yield batch
 
 
@@ -252,10 +273,9 @@ class PrivateOptimizer(Optimizer):
         check_model(loop.model)
         loop.watch.check()
         _check_optimizer(self._original, loop.model, loop.rule)
-        weights, last = loop.pending
-        self._add_part(weights)
-        loop.pending = None
-        if last:
+        part = loop.pending
+        self._add_part(part.weights)
+        if part.last:
             self._complete()
         loop.capture.clear()
 
@@ -284,15 +304,16 @@ class PrivateOptimizer(Optimizer):
                 "the loss or gradient of a sample is not finite: no step was taken. Lower the learning rate or mend "
                 "the data."
             )
-        loop.total += part.total
+        # In this order: wherever an interrupt falls, no part is added twice.
+        loop.pending, loop.added, loop.total = None, loop.added + 1, loop.total + part.total
 
     def _complete(self) -> None:
         loop = self._loop
+        total, loop.total, loop.added = loop.total, torch.zeros_like(loop.total), 0
         eta = float(self.param_groups[0]["lr"])
         mechanism = loop.step_mechanism(eta)
         draws = loop.randomness.step()
         loop.ledger = loop.ledger.add(mechanism)
-        total, loop.total = loop.total, torch.zeros_like(loop.total)
         if loop.rule.name == "mix":
             if loop.flat.versions() != loop.written:
                 raise UnprovedError(
@@ -332,7 +353,7 @@ class PrivateOptimizer(Optimizer):
         Secret, like any checkpoint of a private run: it holds the noise of the steps to come.
         """
         loop = self._loop
-        if loop.pending is not None or bool(loop.total.any()):
+        if loop.pending is not None or loop.added:
             raise ModelMixError("a draw is half done: save after optimizer.step().")
         private = {
             "ledger": loop.ledger.to_json(),
@@ -355,7 +376,7 @@ class PrivateOptimizer(Optimizer):
         device = loop.state.last.device
         last, previous, velocity = (private[name].to(device) for name in ("last", "previous", "velocity"))
         loop.state = State(last, previous, velocity, step=loop.ledger.steps)
-        loop.total, loop.pending = torch.zeros_like(last), None
+        loop.total, loop.added, loop.pending = torch.zeros_like(last), 0, None
         if loop.rule.name == "mix":
             loop.flat.write(last)
             loop.written = loop.flat.versions()

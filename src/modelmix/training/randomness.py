@@ -35,6 +35,10 @@ class StepRandomness:
         self._key = key
         self._drawn: set[str] = set()
 
+    def same_as(self, other: StepRandomness) -> bool:
+        """Whether both are the draws of the same step of the same run."""
+        return self._key == other._key
+
     def _words(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """``count`` uniform 64-bit words, as int64."""
         if label in self._drawn:
@@ -106,6 +110,10 @@ class Randomness:
         while True:
             yield ahead.step()
             ahead.advance()
+
+    def comes_to(self, draws: StepRandomness) -> bool:
+        """Whether these are the draws of the coming step."""
+        return draws.same_as(self.step())
 
     def state(self) -> dict[str, str | bool]:
         """What a checkpoint keeps. Secret: it holds the noise of the steps to come."""
