@@ -62,11 +62,15 @@ def test_every_sample_has_probability_q_and_its_own_coin():
     assert abs(between) < 5
 
 
-@pytest.mark.parametrize("q", [1e-3, 0.03, 1500 / 50000, 1 / 3, 0.999999])
-def test_the_rate_is_exact(q):
+@pytest.mark.parametrize("q", [1e-9, 1e-3, 0.03, 1500 / 50000, 1 / 3, 0.999999])
+def test_the_rate_is_exact(q, monkeypatch):
     """The threshold of the coin, in units of 2^-63."""
     threshold = int(q * 2**63)
     assert 0 <= q - threshold / 2**63 < 2**-60
+    with monkeypatch.context() as patch:
+        words = torch.tensor([threshold - 1, threshold, threshold - 1 - 2**63, threshold - 2**63])
+        patch.setattr(StepRandomness, "_words", lambda *_: words)
+        assert draws(Randomness(1), 4, q, 1)[0].tolist() == [0, 2]
     assert draws(Randomness(1), 10, 1.0, 1)[0].tolist() == list(range(10))
 
 
@@ -181,11 +185,19 @@ def test_randomness_is_never_reused_and_never_goes_back():
     assert not Randomness().seeded
 
 
+def test_a_checkpoint_holds_no_key_of_a_step():
+    r = Randomness(1)
+    for _ in range(3):
+        before, used = r.state()["key"], r.step()._key.hex()
+        r.advance()
+        assert len({before, used, r.state()["key"]}) == 3
+
+
 def test_draws_made_early_are_the_same_draws_in_the_same_order():
     made = []
 
     def counted():
-        for i in range(4):
+        for i in range(5):
             made.append(i)
             yield torch.tensor([i])
 
@@ -193,10 +205,10 @@ def test_draws_made_early_are_the_same_draws_in_the_same_order():
     found = []
     for draw in ahead:
         found.append(int(draw))
-        for _ in range(int(draw)):  # never, once, twice and at the end
+        for _ in range(int(draw)):  # never, once, more than once and at the end
             ahead.look()
-        assert len(made) == len(found) + (0 < int(draw) < 3)
-    assert found == made == [0, 1, 2, 3]
+        assert len(made) == len(found) + (0 < int(draw) < 4)
+    assert found == made == [0, 1, 2, 3, 4]
 
 
 def some_trainer(n: int = 40, **options) -> Trainer:
@@ -240,6 +252,7 @@ def test_labels_of_one_step_are_unrelated_streams():
     a, b = step.gaussian("noise", 20_000), step.gaussian("mixing", 20_000)
     assert abs(float((a * b).mean())) < 5.3 / math.sqrt(20_000)
     assert not torch.equal(a, b)
+    assert step.generator("augment").initial_seed() != step.generator("model").initial_seed()
 
 
 def test_the_uniform_never_touches_its_ends():
@@ -247,6 +260,18 @@ def test_the_uniform_never_touches_its_ends():
     assert 0 < float(u.min()) < 1e-4
     assert 1 - 1e-4 < float(u.max()) < 1
     assert stats.kstest(u.numpy(), "uniform").statistic * math.sqrt(200_000) < 2.7
+
+
+def test_the_words_at_either_end_are_inside_of_it(monkeypatch):
+    monkeypatch.setattr(StepRandomness, "_words", lambda *_: torch.tensor([0, 2**11 - 1, -(2**11), -1]))
+    assert Randomness(4).step().uniform("u", 4).tolist() == [2**-54, 2**-54, 1 - 2**-53, 1 - 2**-53]
+
+
+def test_gaussian_draws_are_box_and_mullers_in_float64():
+    u, found = Randomness(5).step().uniform("noise", 6), Randomness(5).step().gaussian("noise", 5)
+    radii, angles = [math.sqrt(-2 * math.log(a)) for a in u[:3]], [2 * math.pi * float(b) for b in u[3:]]
+    expected = [r * turn(t) for turn in (math.cos, math.sin) for r, t in zip(radii, angles, strict=True)]
+    torch.testing.assert_close(found, torch.tensor(expected[:5], dtype=torch.float64), rtol=1e-13, atol=1e-15)
 
 
 class Named(Squares):

@@ -50,8 +50,9 @@ class StepRandomness:
         return torch.frombuffer(bytearray(stream or b"\0" * 8), dtype=torch.int64)[:count]
 
     def uniform(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Uniform on (0, 1) in float64: odd multiples of 2^-54, never 0 and never 1."""
-        return ((self._words(label, count, device) >> 11) & (2**53 - 1)).double().add_(0.5).mul_(_UNIT)
+        """Uniform on (0, 1) in float64: from 2^-54 to 1 - 2^-53, never 0 and never 1."""
+        units = ((self._words(label, count, device) >> 11) & (2**53 - 1)).double().add_(0.5)
+        return units.mul_(_UNIT).clamp_max_(1 - _UNIT)  # the half of the last unit is rounded up
 
     def gaussian(self, label: str, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Standard Gaussian in float64, by Box and Muller's transform."""
