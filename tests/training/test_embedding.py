@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelmix as mm
-from modelmix.training import Trainer, make_private, random_labels
+from modelmix.training import Trainer, clipping, make_private, random_labels
 from modelmix.training import embedding as module
 from modelmix.training.clipping import MARGIN
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
@@ -146,6 +146,14 @@ def test_a_start_follows_the_strongest_directions():
     assert kept > 0.9 * (spectrum[:8].square().sum() / spectrum.square().sum())
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_public_gradients_that_are_not_finite_make_no_basis(bad):
+    rows = torch.randn(9, D)
+    rows[4, 30] = bad
+    with pytest.raises(mm.ModelMixError, match="of a public sample is not finite"):
+        find_basis([(slice(0, 20), 3), (slice(20, D), 3)], [flat(rows)], torch.Generator().manual_seed(0))
+
+
 # What is summed.
 
 CLIPS = [EmbeddingClip(5.0, 2.0), EmbeddingClip(5.0, 2.0, 4, math.hypot(5, 2)), EmbeddingClip(0.1, 3.0, 25, 3.0)]
@@ -207,6 +215,18 @@ def test_what_a_sample_adds_does_not_hang_on_where_in_a_batch_it_stands(size, he
     assert all((here - found[0]).norm() <= 1e-10 for here in found)
 
 
+@pytest.mark.parametrize("left", [True, False], ids=["left over", "embedded"])
+def test_what_may_be_rounding_is_not_scaled_up_to_a_bound(precision, left):
+    """Half a thousandth of a gradient reaches half of its bound; half a 32nd, where products are rough."""
+    least = {torch.float64: 2.0**-10, torch.float32: 2.0**-5}[precision]
+    basis, any_row = random_basis(), torch.randn(D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inside = dense(basis) @ dense(basis).T @ any_row
+    inside, outside = (part / part.norm() for part in (inside, any_row - inside))
+    row = inside + least / 2 * outside if left else outside + least / 2 * inside
+    e, r, _ = contribution(EmbeddingClip(5.0, 2.0), basis, 1e6 * row)
+    assert (r.norm() / 2.0 if left else e.norm() / 5.0) == pytest.approx(0.5, rel=1e-3)
+
+
 @pytest.mark.parametrize("enough", ["_in_proportion", "_for_certain"])
 def test_a_sample_is_not_shrunk_for_another_that_sticks_out(monkeypatch, enough):
     """Where nothing is foreseen, and where shrinking in proportion does not help either."""
@@ -226,14 +246,26 @@ def test_a_sample_is_not_shrunk_for_another_that_sticks_out(monkeypatch, enough)
     torch.testing.assert_close(single[0][2], contribution(EmbeddingClip(5.0, 2.0), basis, rows[0])[2])
 
 
-def test_most_samples_are_summed_once(monkeypatch):
+@pytest.mark.parametrize(("clip", "hot"), [(CLIPS[1], 30.0), (CLIPS[2], 1.0)], ids=["a coordinate", "the norm"])
+def test_most_samples_are_summed_once(monkeypatch, clip, hot):
     """What sticks out is foreseen: the slow pass, in float64, is made once."""
-    rows, passes, right = torch.randn(64, D), [], EmbeddingClip._summed
-    rows[::2, 5] *= 30
+    rows, passes, right = 3 * torch.randn(64, D).sign(), [], EmbeddingClip._summed
+    rows[::2, 5] *= hot
     monkeypatch.setattr(EmbeddingClip, "_summed", lambda *a: (passes.append(1), right(*a))[1])
-    _, part = CLIPS[1].sum(flat(rows), random_basis(), torch.ones(64))
+    _, part = clip.sum(flat(rows), random_basis(), torch.ones(64))
     assert torch.isfinite(part.total).all()
     assert len(passes) == 1
+
+
+@pytest.mark.parametrize("shrunk_by", ["_foreseen", "_in_proportion"])
+def test_what_shrinking_leaves_too_small_for_float32_adds_nothing(monkeypatch, shrunk_by):
+    monkeypatch.setattr(clipping, "scales_in_float32", lambda device: True)
+    monkeypatch.setattr(EmbeddingClip, "_foreseen", lambda *a: torch.ones_like(a[-1]))
+    monkeypatch.setattr(EmbeddingClip, shrunk_by, lambda *a: torch.full_like(a[-1], 2.0**-60))
+    row = torch.randn(D, generator=torch.Generator().manual_seed(0))
+    row[5] *= 100
+    whole = contribution(CLIPS[1], random_basis(stretch=1.5), 2.0**60 * row)[2]
+    assert torch.equal(whole, torch.zeros_like(whole))
 
 
 def test_a_short_gradient_passes_whole():
@@ -277,17 +309,34 @@ def test_a_gradient_that_is_not_finite_adds_nothing_and_is_reported(bad):
     assert torch.isfinite(part.norms).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("broken", ["c0", "c1", "c"])
+@pytest.mark.parametrize("at", [0, 20], ids=["embedded", "left over"])
+def test_a_gradient_too_long_to_be_measured_adds_nothing_and_is_reported(at):
+    rows, basis = torch.randn(3, D, dtype=torch.float64), Basis(((slice(0, D), torch.eye(D, 3, dtype=torch.float64)),))
+    rows[1, at] = 1e200
+    e, part = CLIPS[1].sum(flat(rows), basis, torch.ones(3))
+    others = CLIPS[1].sum(flat(rows[[0, 2]]), basis, torch.ones(2))
+    assert torch.allclose(e, others[0])
+    assert torch.allclose(part.total, others[1].total)
+    assert torch.isfinite(part.norms).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("broken", ["c0", "c1", "c", "top"])
 def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
-    """If clipping were wrong, the sum that results is one that no step takes."""
+    """If clipping were wrong for one of two samples, the sum that results is one that no step takes."""
     clip, right = CLIPS[1], module._scale
-    targets = {"c0": [5.0], "c1": [2.0], "c": [clip.c, clip.c / 2, (clip.c - 2) / 2]}[broken]
+    whole = [clip.c, clip.c / 2, (clip.c - 2) / 2]
+    targets = {"c0": [5.0], "c1": [2.0], "c": whole, "top": whole}[broken]
     monkeypatch.setattr(module, "_scale", lambda c, s: torch.ones_like(s) if c in targets else right(c, s))
-    if broken == "c":
+    if targets is whole:
         monkeypatch.setattr(EmbeddingClip, "_foreseen", lambda *a: torch.ones_like(a[-1]))
     # Along one basis vector, and along what is left over from a hot coordinate: |V e + r| is then near its bound.
     row = 100 * torch.randn(D, generator=torch.Generator().manual_seed(0))
-    _, part = clip.sum(flat(row[None]), random_basis(stretch=1.5 if broken == "c" else 1.0), torch.ones(1))
+    basis = random_basis(stretch=1.5 if broken == "c" else 1.0)
+    if broken == "top":
+        groups = slice(0, 20), slice(20, D)
+        basis = Basis(tuple((part, torch.eye(part.stop - part.start, 3, dtype=torch.float64)) for part in groups))
+        row = 100 * torch.eye(D)[20]
+    _, part = clip.sum(flat(torch.stack([row, 1e-4 * row])), basis, torch.ones(2))
     assert not torch.isfinite(part.total).any()
 
 
@@ -332,6 +381,11 @@ def trainer(mechanism, embedding=None, **more):
 
 
 PLAIN, MIXED = mm.EmbeddingMechanism(1.0, 0.5), mm.EmbeddingMechanism(1.0, 0.5, 3.0, 4)
+
+
+def test_a_mechanism_names_its_clip():
+    assert EmbeddingClip.of(PLAIN, 2.0) == EmbeddingClip(5.0, 2.0)
+    assert EmbeddingClip.of(MIXED, 2.0) == EmbeddingClip(5.0, 2.0, 4, 2 * math.hypot(2.5, 1))
 
 
 @pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])

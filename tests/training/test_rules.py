@@ -43,6 +43,14 @@ def test_a_sum_that_is_no_number_makes_no_step(value):
         take_step(State(zero, zero, zero), total, Randomness(9).step(), rule=Rule("mix"), **how)
 
 
+@pytest.mark.parametrize("name", ["plain", "average"])
+def test_no_step_is_taken_whose_account_counts_on_a_mixing_that_did_not_happen(name):
+    zero = torch.zeros(D, dtype=torch.float64)
+    how = {"mechanism": mm.Mechanism(0.7, 0.1, 3.0), "clip": 2.0, "eta": 0.3, "expected_batch": 5.0}
+    with pytest.raises(mm.UnprovedError, match="every trained coordinate is mixed"):
+        take_step(State(zero, zero, zero), zero, Randomness(9).step(), rule=Rule(name), **how)
+
+
 @pytest.mark.parametrize("padding", ["exact", "paper"])
 @pytest.mark.parametrize("name", ["mix", "alternate"])
 @given(last=vectors, previous=vectors, total=vectors, equal=st.booleans())
