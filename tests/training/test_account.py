@@ -10,6 +10,8 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.training import Trainer
+from modelmix.training.clipping import Clip
+from modelmix.training.engines import Engine
 
 N = 200
 X, Y = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2
@@ -61,6 +63,27 @@ def test_a_plan_of_phases_is_run_as_it_is_written():
     t = trainer(plan).run(2, progress=False).run(3, progress=False)
     assert t.ledger == plan
     assert t.epsilon() == mm.epsilon(plan, 1e-5)
+
+
+def test_every_step_clips_as_its_phase_says(monkeypatch):
+    plan = mm.Ledger().add(mm.Mechanism(1.0, 0.1, 1.0), 2).add(mm.Mechanism(2.0, 0.2, 0.5, p=4), 1)
+    right, clips = Engine.__call__, []
+
+    def watched(engine, *arguments):
+        clips.append(arguments[4])
+        return right(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "__call__", watched)
+    trainer(plan, performance=mm.Performance(chunk=N)).run(3, progress=False)
+    assert clips == [Clip(0.5), Clip(0.5), Clip(0.5, 4)]
+
+
+def test_a_step_that_is_in_the_ledger_is_not_taken_with_another_mechanism():
+    t = trainer(mm.Mechanism(1.0, 0.1))
+    t._account(1, mm.Mechanism(1.0, 0.1))
+    with pytest.raises(mm.UnprovedError, match="the mechanism that its ledger line names"):
+        t._account(1, mm.Mechanism(0.5, 0.1))
+    assert t.ledger == mm.Ledger().add(mm.Mechanism(1.0, 0.1))
 
 
 def test_epsilon_grows_with_every_step_and_starts_at_zero():

@@ -388,6 +388,14 @@ def test_a_mechanism_names_its_clip():
     assert EmbeddingClip.of(MIXED, 2.0) == EmbeddingClip(5.0, 2.0, 4, 2 * math.hypot(2.5, 1))
 
 
+def test_a_step_clips_as_its_mechanism_says(monkeypatch):
+    right, clips = EmbeddingClip.sum, []
+    monkeypatch.setattr(EmbeddingClip, "sum", lambda clip, *a: (clips.append(clip), right(clip, *a))[1])
+    for mechanism in (PLAIN, MIXED):
+        trainer(mechanism, performance=mm.Performance(chunk=64)).run(1, progress=False)
+    assert clips == [EmbeddingClip.of(PLAIN, 2.0), EmbeddingClip.of(MIXED, 2.0)]
+
+
 @pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
 def test_noise_of_both_releases_has_its_size(mechanism):
     """Variance in the directions of the basis, and across them, within 5 standard errors: a false alarm in 10^6."""
