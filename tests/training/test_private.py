@@ -51,6 +51,11 @@ def trained(mechanism, steps, **options) -> Trainer:
     )
 
 
+def assert_same(model: nn.Module, reference: Trainer) -> None:
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    torch.testing.assert_close(mine, reference.state.last, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mechanism", [MIXED, PLAIN, mm.Mechanism(0.5, 0.2, 1.0, law="laplace")])
@@ -59,8 +64,7 @@ def test_a_loop_takes_the_trainers_steps(mechanism, reduction, chunk):
     reference = trained(mechanism, 10)
     assert optimizer.ledger == reference.ledger
     assert optimizer.epsilon(1e-5) == reference.epsilon(1e-5)
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-    torch.testing.assert_close(mine, reference.state.last, rtol=1e-4, atol=1e-5)
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -73,8 +77,7 @@ def test_a_loop_that_is_left_in_the_middle_of_a_draw_goes_on_with_it(parts):
             optimizer.step()
             if optimizer.ledger.steps == 5:
                 break
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-    torch.testing.assert_close(mine, trained(MIXED, 5).state.last, rtol=1e-4, atol=1e-5)
+    assert_same(model, trained(MIXED, 5))
 
 
 def test_the_draw_of_a_step_that_failed_is_in_no_other_sum():
@@ -86,14 +89,18 @@ def test_the_draw_of_a_step_that_failed_is_in_no_other_sum():
     assert optimizer.ledger.steps == 0
     optimizer.param_groups[0]["lr"] = 0.3
     epochs(model, optimizer, loader, 1)
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-    torch.testing.assert_close(mine, trained(MIXED, 5, tau=0.01).state.last, rtol=1e-4, atol=1e-5)
+    assert_same(model, trained(MIXED, 5, tau=0.01))
 
 
 def test_momentum_of_the_loop_is_the_trainers():
     model, _ = epochs(*private(momentum=0.6), 2)
     mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
     torch.testing.assert_close(mine, trained(MIXED, 10, momentum=0.6).state.last, rtol=1e-4, atol=1e-5)
+
+
+def test_weight_decay_of_the_loop_is_the_trainers():
+    decaying = private(optimizer=lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=0.2))
+    assert_same(epochs(*decaying, 1)[0], trained(MIXED, 5, weight_decay=0.2))
 
 
 def test_without_mixing_any_optimizer_gets_the_noisy_gradient():
@@ -161,6 +168,9 @@ def test_empty_draws_are_steps():
         sizes.append(len(x))
         assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert optimizer.ledger.steps == len(sizes) == 100
+    with pytest.warns(UserWarning, match="most draws will be empty"):
+        reference = Trainer(network(), nn.CrossEntropyLoss(), (X, Y), mechanism, 1.0, 0.1, seed=1)
+    assert_same(model, reference.run(100, progress=False))
 
 
 def test_resuming_a_loop_repeats_it_exactly():
@@ -198,6 +208,37 @@ def test_saving_in_the_middle_of_a_draw_is_refused():
         optimizer.state_dict()
 
 
+def test_saving_between_a_draw_and_its_step_is_refused():
+    _, optimizer, loader = private()
+    next(iter(loader))
+    with pytest.raises(mm.ModelMixError, match="half done"):
+        optimizer.state_dict()
+
+
+def test_loading_brings_back_the_weights_and_forgets_a_draw_that_was_begun():
+    model, optimizer, loader = private(chunk=2)
+    saved = optimizer.state_dict()
+    epochs(model, optimizer, loader, 1)
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    next(batches)
+    optimizer.load_state_dict(saved)
+    epochs(model, optimizer, loader, 1)
+    assert_same(model, trained(MIXED, 5))
+
+
+def test_gradients_before_zero_grad_are_in_no_step():
+    model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    F.cross_entropy(model(-x), y).backward()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert_same(model, trained(MIXED, 1))
+
+
 def test_step_without_backward_and_not_finite_losses():
     model, optimizer, loader = private()
     x, y = next(iter(loader))
@@ -222,8 +263,7 @@ def test_workers_and_own_collate_functions(workers):
         model, torch.optim.SGD(model.parameters(), lr=0.3), loader, mechanism=MIXED, clip=0.7, seed=11
     )
     epochs(model, optimizer, loader, 2)
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-    torch.testing.assert_close(mine, trained(MIXED, 10).state.last, rtol=1e-4, atol=1e-5)
+    assert_same(model, trained(MIXED, 10))
 
 
 @pytest.mark.parametrize(
@@ -265,8 +305,7 @@ def test_rows_inside_a_model_belong_to_their_samples():
     )
     epochs(model, optimizer, loader, 1)
     reference = Trainer(Folded(), nn.CrossEntropyLoss(), (X, Y), MIXED, 0.7, 0.3, seed=11).run(5, progress=False)
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-    torch.testing.assert_close(mine, reference.state.last, rtol=1e-4, atol=1e-5)
+    assert_same(model, reference)
 
 
 def test_a_layer_registered_twice():
