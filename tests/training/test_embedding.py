@@ -246,7 +246,7 @@ def test_a_sample_is_not_shrunk_for_another_that_sticks_out(monkeypatch, enough)
     torch.testing.assert_close(single[0][2], contribution(EmbeddingClip(5.0, 2.0), basis, rows[0])[2])
 
 
-@pytest.mark.parametrize(("clip", "hot"), [(CLIPS[1], 30.0), (CLIPS[2], 1.0)], ids=["a coordinate", "the norm"])
+@pytest.mark.parametrize(("clip", "hot"), [(CLIPS[1], 30.0), (EmbeddingClip(2.0, 2.0, 1, 2.0), 1.0)])
 def test_most_samples_are_summed_once(monkeypatch, clip, hot):
     """What sticks out is foreseen: the slow pass, in float64, is made once."""
     rows, passes, right = 3 * torch.randn(64, D).sign(), [], EmbeddingClip._summed

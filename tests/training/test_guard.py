@@ -338,6 +338,7 @@ SET = TensorDataset(X, Y)
 LOADERS = {
     "weighted": DataLoader(SET, batch_size=10, sampler=WeightedRandomSampler([1.0] * N, N)),
     "with replacement": DataLoader(SET, batch_size=10, sampler=RandomSampler(SET, replacement=True)),
+    "not all": DataLoader(SET, batch_size=10, sampler=RandomSampler(SET, num_samples=N - 1)),
     "subset": DataLoader(SET, batch_size=10, sampler=SubsetRandomSampler(range(N))),
     "own batches": DataLoader(SET, batch_sampler=type("Mine", (BatchSampler,), {})(SequentialSampler(SET), 10, False)),
     "a stream": DataLoader(Stream(), batch_size=10),
