@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 
@@ -239,10 +240,25 @@ def test_sizes_of_what_a_sample_adds(m, width, seed):
     case = [t.to(device) for t in (image, r, shorter, smaller, bound)]
     mine, right = kernels.sizes(*case), embedding._sizes(*case)
     for here, there in zip((*mine[0], *mine[1]), (*right[0], *right[1]), strict=True):
-        torch.testing.assert_close(here, there)
+        torch.testing.assert_close(here, there, rtol=1e-12, atol=0)
     for limit in (0.3, 2.0):
         case = [*(t.to(device) for t in (g, r, shorter, smaller)), limit, 2.0]
         torch.testing.assert_close(kernels.excess(*case), embedding._excess(*case), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("programs", [1, 4, 8192])
+def test_rows_longer_than_a_program_takes_in_one_turn(monkeypatch, programs):
+    for name in ("clipping", "embedding"):
+        monkeypatch.setattr(importlib.import_module(f"modelmix.training.kernels.{name}"), "_PROGRAMS", programs)
+    image = torch.randn(2, 2500, dtype=torch.float64)
+    g, r = torch.randn(2, 2, 2500)
+    one = torch.full((2,), 0.7, dtype=torch.float64)
+    for norm in (1, 2):
+        torch.testing.assert_close(kernels.powers(g, norm), Dense(g.double()).powers(norm), rtol=1e-13, atol=0)
+    mine, right = (sizes(image, r, one, one, wide(0.3)) for sizes in (kernels.sizes, embedding._sizes))
+    torch.testing.assert_close(mine, right, rtol=1e-13, atol=0)
+    mine, right = (excess(g, r, one, one, 0.3, 2.0) for excess in (kernels.excess, embedding._excess))
+    torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_number_has_no_size():

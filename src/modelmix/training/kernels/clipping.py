@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_PROGRAMS = 4096  # enough for any device; where there are fewer than blocks, each takes several turns
+
 
 @triton.jit
 def _powers(
@@ -36,7 +38,7 @@ def powers(rows: Tensor, norm: int) -> Tensor:
     """Of every row the sum of |value|^norm, in float64."""
     m, width = rows.shape
     block = min(1024, max(16, triton.next_power_of_2(width)))
-    splits = min(triton.cdiv(width, block), max(1, 4096 // max(1, m)))
+    splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
     out = torch.empty(m, splits, dtype=torch.float64, device=rows.device)
     _powers[(m, splits)](rows, out, width, splits, norm, block, triton.cdiv(width, block * splits))
     return out.sum(1)

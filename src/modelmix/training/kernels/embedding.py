@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_PROGRAMS = 8192  # enough for any device; where there are fewer than blocks, each takes several turns
+
 
 @triton.jit
 def _sizes(
@@ -65,7 +67,7 @@ def sizes(
         shorter, smaller, bound: float64 numbers, of every row and of all.
     """
     (m, width), block = image.shape, 1024
-    splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
+    splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
     out = torch.empty(m, splits, 4, dtype=torch.float64, device=image.device)
     _sizes[(m, splits)](
         image, residual, shorter, smaller, bound, out, width, splits,
@@ -117,7 +119,7 @@ def excess(
 ) -> tuple[Tensor, Tensor]:
     """See ``embedding._excess``; in float32. Gradients and residual are m x width."""
     (m, width), block = residual.shape, 1024
-    splits = min(triton.cdiv(width, block), max(1, 8192 // max(1, m)))
+    splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
     out = torch.empty(m, splits, 2, dtype=torch.float32, device=residual.device)
     _excess[(m, splits)](
         gradients, residual, shorter, smaller, out, width, splits, limit, bound,
