@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import ModelMixError
-from modelmix.features.unfinished import Unfinished, forget, sweep
+from modelmix.features.unfinished import DIGEST_BYTES, Unfinished, digest_of, forget, sweep
 
 VARIABLE = "MODELMIX_CACHE"
 """The environment variable that names the folder of caches."""
@@ -40,7 +40,6 @@ FORMATS = ("float16", "float32")
 
 _LOG = logging.getLogger("modelmix")
 _SILENCE = 15.0  # seconds
-_BLOCK = 1 << 20  # bytes that are read at a time
 _NAMES = "*-v*.npy"
 _AT_ONCE = 1000  # images
 
@@ -178,15 +177,14 @@ def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
 
     The header is compared and not parsed: a damaged one cannot ask for anything.
     """
-    header, size, digest = _header(shape, dtype), _size(shape, dtype), hashlib.blake2b()
+    header, size = _header(shape, dtype), _size(shape, dtype)
     with path.open("rb") as file:
         if file.read(len(header)) != header:
             raise ValueError("its header is damaged or of another array")
-        if path.stat().st_size != len(header) + size + digest.digest_size:
+        if path.stat().st_size != len(header) + size + DIGEST_BYTES:
             raise ValueError("its size is wrong")
-        for start in range(0, size, _BLOCK):  # plain reads: a bad disk under a mapped file ends the process
-            digest.update(file.read(min(_BLOCK, size - start)))
-        if file.read() != digest.digest():
+        digest = digest_of(file, size)  # plain reads: a bad disk under a mapped file ends the process
+        if digest is None or file.read() != digest.digest():
             raise ValueError("its content is damaged")
     return torch.from_numpy(np.memmap(path, dtype, "c", offset=len(header), shape=shape))
 

@@ -18,6 +18,9 @@ from typing import IO, Any
 from modelmix.errors import ModelMixError
 from modelmix.files import lock, write_atomically
 
+DIGEST_BYTES = hashlib.blake2b().digest_size
+"""What follows the rows of a whole file."""
+
 _BLOCK = 1 << 20  # bytes that are read at a time
 _BETWEEN = 15.0  # seconds between two notes
 _ABANDONED = 30 * 86400  # seconds after which nobody will go on with it
@@ -63,11 +66,8 @@ class Unfinished:
                 return
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return
-        digest, left = hashlib.blake2b(), rows * self._row
-        while left and (piece := self._file.read(min(_BLOCK, left))):
-            digest.update(piece)
-            left -= len(piece)
-        if not left and digest.hexdigest() == told:
+        digest = digest_of(self._file, rows * self._row)
+        if digest is not None and digest.hexdigest() == told:
             self._done = (rows, digest)
 
     def add(self, rows: int, content: memoryview) -> None:
@@ -121,6 +121,15 @@ class Unfinished:
         if self._lasting:
             with suppress(OSError):
                 self._note.unlink()
+
+
+def digest_of(file: IO[bytes], size: int) -> hashlib.blake2b | None:
+    """Of the next ``size`` bytes of a file, by plain reads; None if there are fewer."""
+    digest = hashlib.blake2b()
+    while size and (piece := file.read(min(_BLOCK, size))):
+        digest.update(piece)
+        size -= len(piece)
+    return None if size else digest
 
 
 def _locked(name: Path) -> tuple[IO[bytes], str] | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,10 @@ class TensorSource:
 
     def _chunks(self, indices: Tensor, chunk: int, pad: bool) -> Iterator[Chunk]:
         for index, weights in pieces(indices, chunk, pad):
+            there = cache(partial(sent, index))  # once for inputs and targets
 
-            def take(t: Tensor, index: Tensor = index) -> Tensor:
-                return t[sent(index, t.device)]
+            def take(t: Tensor, there: Callable[[torch.device], Tensor] = there) -> Tensor:
+                return t[there(t.device)]
 
             yield Chunk(tree_map(take, self.inputs), tree_map(take, self.targets), weights)
 

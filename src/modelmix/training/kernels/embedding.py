@@ -11,6 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 8192  # enough for any device; where there are fewer than blocks, each takes several turns
+_BLOCK = 1024
+
+
+def _shared_out(rows: Tensor) -> tuple[int, int]:
+    """How many programs take a row, and how many blocks each of them."""
+    m, width = rows.shape
+    splits = min(triton.cdiv(width, _BLOCK), max(1, _PROGRAMS // max(1, m)))
+    return splits, triton.cdiv(width, _BLOCK * splits)
 
 
 @triton.jit
@@ -66,13 +74,9 @@ def sizes(
         residual: m x width.
         shorter, smaller, bound: float64 numbers, of every row and of all.
     """
-    (m, width), block = image.shape, 1024
-    splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
+    (m, width), (splits, turns) = image.shape, _shared_out(image)
     out = torch.empty(m, splits, 4, dtype=torch.float64, device=image.device)
-    _sizes[(m, splits)](
-        image, residual, shorter, smaller, bound, out, width, splits,
-        block, triton.cdiv(width, block * splits),
-    )  # fmt: skip
+    _sizes[(m, splits)](image, residual, shorter, smaller, bound, out, width, splits, _BLOCK, turns)
     norms, tops = out[:, :, ::2].sum(1).sqrt(), out[:, :, 1::2].amax(1)
     return (norms[:, 0], tops[:, 0]), (norms[:, 1], tops[:, 1])
 
@@ -118,11 +122,7 @@ def excess(
     gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, limit: float, bound: float
 ) -> tuple[Tensor, Tensor]:
     """See ``embedding._excess``; in float32. Gradients and residual are m x width."""
-    (m, width), block = residual.shape, 1024
-    splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
+    (m, width), (splits, turns) = residual.shape, _shared_out(residual)
     out = torch.empty(m, splits, 2, dtype=torch.float32, device=residual.device)
-    _excess[(m, splits)](
-        gradients, residual, shorter, smaller, out, width, splits, limit, bound,
-        block, triton.cdiv(width, block * splits),
-    )  # fmt: skip
+    _excess[(m, splits)](gradients, residual, shorter, smaller, out, width, splits, limit, bound, _BLOCK, turns)
     return out[:, :, 0].amax(1).double(), out[:, :, 1].double().sum(1)
