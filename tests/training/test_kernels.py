@@ -206,6 +206,24 @@ def test_a_whole_network_by_kernels(everywhere, p, norm, copies):
     assert (found.truncated - right.truncated).abs().max() <= 1
 
 
+@pytest.mark.parametrize("norm", ["without weights", "frozen"])
+def test_group_norms_that_are_not_trained_go_through_the_kernel(everywhere, monkeypatch, norm):
+    model = network()
+    model[2] = nn.GroupNorm(4, 8, affine=norm == "frozen").requires_grad_(False)
+    if norm == "frozen":
+        nn.init.normal_(model[2].weight)
+        nn.init.normal_(model[2].bias)
+    kernel, calls = kernels.group_norm, []
+    monkeypatch.setattr(kernels, "group_norm", lambda x, *rest: calls.append(x.shape[1]) or kernel(x, *rest))
+    x, y = torch.randn(3, 3, 6, 6), torch.randint(0, 10, (3,))
+    flat, clip, one = FlatParameters(model), Clip(0.3), torch.ones(3, dtype=torch.float64)
+    found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
+    assert calls == [8, 16]
+    model.double()
+    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x.double(), y, one, clip)
+    assert (found.total - right.total).norm() <= 2e-5 * right.total.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(("p", "norm"), [(1, 2), (100, 2), (4, 1)])
 def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dtype, p, norm):

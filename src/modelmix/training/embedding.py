@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -30,15 +30,16 @@ from modelmix.privacy.validation import whole
 from modelmix.training import kernels
 from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
 from modelmix.training.engines.choice import rough
-from modelmix.training.gradients import Dense, Flat
+from modelmix.training.gradients import TILE, Dense, Flat
 from modelmix.training.sampling import TensorSource
 
 # What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
 _NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
-_TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
 # Of a gradient: less of it than this may be what products of matrices round away.
 _ROUNDING = {torch.float64: 2.0**-10, torch.float32: 2.0**-5}
+# How far from orthonormal columns may be, by the precision that they come in; 0 asks for all that float64 can do.
+_ENOUGH = {torch.float64: 0.0, torch.float32: 2.0**-14}
 _ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of factors of 11 bits
 
 
@@ -51,8 +52,9 @@ class Embedding:
         public: (inputs, targets) of samples as the model takes them. Targets need not mean anything: see
             ``random_labels``.
         size: basis vectors in all.
-        groups: contiguous parts of the flat parameter vector, each with a basis of its own. The numbers of basis
-            vectors are in proportion to the square roots of their sizes.
+        groups: contiguous parts of the flat parameter vector, of equal sizes up to what is rounded to multiples of 8,
+            each with a basis of its own. The numbers of basis vectors are in proportion to the square roots of their
+            sizes.
     """
 
     def __init__(self, public: tuple[Any, Any], size: int = 1000, groups: int = 3) -> None:
@@ -72,8 +74,11 @@ class Embedding:
         return {"size": self.size, "groups": self.groups, "samples": self.source.n, "public": digest.hexdigest()}
 
     def chunks(self, size: int, device: torch.device, padded: bool = False) -> Iterator[tuple[Any, Any, int]]:
-        """All public samples, some at a time, each time with their number; padding makes all chunks one shape."""
-        size, here = min(size, self.source.n), self._on(device)
+        """All public samples, at most ``size`` at a time and equally many, as far as that goes; padding makes it so.
+
+        Each time with their number, padding not counted.
+        """
+        size, here = -(-self.source.n // -(-self.source.n // size)), self._on(device)
         for start in range(0, self.source.n, size):
             count = min(size, self.source.n - start)
             taken = torch.arange(start, start + (size if padded else count), device=device) % self.source.n
@@ -92,7 +97,8 @@ class Embedding:
         """(part of the flat vector, basis vectors) of every group."""
         if self.groups > coordinates:
             raise ModelMixError(f"groups = {self.groups} is too many for {coordinates} coordinates.")
-        ends = [coordinates * i // self.groups for i in range(self.groups + 1)]
+        tile = TILE if coordinates >= TILE**2 * self.groups else 1
+        ends = [*(coordinates * i // (self.groups * tile) * tile for i in range(self.groups)), coordinates]
         parts = [slice(a, b) for a, b in pairwise(ends)]
         roots = [math.sqrt(part.stop - part.start) for part in parts]
         wanted = [max(1, int(self.size * root / sum(roots) + 1e-9)) for root in roots]
@@ -123,8 +129,9 @@ class Basis:
 
     @cached_property
     def factors(self) -> tuple[Tensor, ...]:
-        """These in the precision in which gradients are taken apart."""
-        return tuple(v.to(_precision(v.device)) for v in self.padded)
+        """The same in the precision in which gradients are taken apart."""
+        kind = _precision(self.device)
+        return tuple(_to_size(v.to(kind), *(_padded(n, v.device) for n in v.shape)) for _, v in self.parts)
 
     @property
     def size(self) -> int:
@@ -153,9 +160,9 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
     sums = [torch.zeros_like(start) for start in starts]
     for gradients in chunks:
         for (part, _), start, total in zip(layout, starts, sums, strict=True):
-            g = columns(gradients, part)
+            g = columns(gradients, part, _kept(gradients))
             with rough(device):
-                total.addmm_(g.T, g @ start)
+                _add_product(total, g.T, g @ start.to(g.dtype))
     starts.clear()
     if not bool(torch.stack([torch.isfinite(total).all() for total in sums]).all()):
         raise ModelMixError("the loss or gradient of a public sample is not finite: no step was taken. Lower lr.")
@@ -168,9 +175,25 @@ def _precision(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
+def _kept(gradients: Flat) -> torch.dtype:
+    """In which public gradients are multiplied: as they are, if they are one matrix in less than full precision."""
+    first = gradients[0][0]
+    if len(gradients) == 1 and isinstance(first, Dense) and first.values.is_cuda:
+        return first.values.dtype
+    return _precision(first.device)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b; sums of products of bfloat16 are kept in full."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+
+
 def _padded(size: int, device: torch.device) -> int:
     """The next size that the device likes."""
-    return size if device.type == "cpu" else -(-size // _TILE) * _TILE
+    return size if device.type == "cpu" else -(-size // TILE) * TILE
 
 
 def _to_size(t: Tensor, *sizes: int) -> Tensor:
@@ -180,21 +203,24 @@ def _to_size(t: Tensor, *sizes: int) -> Tensor:
 
 def _orthonormal(vectors: Tensor) -> Tensor:
     """Orthonormal columns of the same span; zeros for directions that are seen to be rounding and nothing else."""
-    nothing, vectors = _NOTHING[vectors.dtype], vectors.double()
-    vectors = vectors / vectors.abs().max().clamp_min(1e-300)
-    quick = _by_cholesky(vectors)
+    kind = vectors.dtype
+    if kind == torch.float64:  # squares of what comes in float32 stay within range
+        vectors = vectors / vectors.abs().max().clamp_min(1e-300)
+    vectors = vectors.double()
+    quick = _by_cholesky(vectors, _ENOUGH[kind])
     if quick is not None:
         return quick
     found = torch.linalg.qr(vectors)
     sizes = found.R.diagonal().abs()
-    kept: Tensor = found.Q * (sizes > nothing * sizes.max())
+    kept: Tensor = found.Q * (sizes > _NOTHING[kind] * sizes.max())
     return kept
 
 
-def _by_cholesky(vectors: Tensor) -> Tensor | None:
+def _by_cholesky(vectors: Tensor, enough: float) -> Tensor | None:
     """Orthonormal columns by products of matrices, which accelerators are good at; None if the columns are too alike.
 
-    What the first round leaves of the rounding in a Gram matrix, the second removes (Yamamoto et al. 2015).
+    A round leaves of rounding in the Gram matrix as much as the square of the condition number makes of it, a second
+    one next to nothing (Yamamoto et al. 2015). Norms of the factor and its inverse bound that number.
     """
     for _ in range(2):
         factor, failed = torch.linalg.cholesky_ex(vectors.T @ vectors)
@@ -204,25 +230,47 @@ def _by_cholesky(vectors: Tensor) -> Tensor | None:
         one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
         inverse = torch.linalg.solve_triangular(factor, one, upper=False)
         vectors = vectors @ inverse.T  # a product of large matrices where solving would be many small ones
+        if bool((factor.norm() * inverse.norm()).square() * torch.finfo(torch.float64).eps <= enough):
+            break
     return vectors
 
 
-def columns(gradients: Flat, part: slice) -> Tensor:
-    """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``."""
+def columns(gradients: Flat, part: slice, kind: torch.dtype | None = None) -> Tensor:
+    """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``.
+
+    Where gradients are a matrix that holds just that, it is a part of the matrix, and must not be written to.
+
+    Args:
+        kind: the precision; None is that in which gradients are taken apart.
+    """
     first, start, width = gradients[0][0], 0, part.stop - part.start
     shape = first.samples, _padded(width, first.device)
-    out = torch.empty(shape, dtype=_precision(first.device), device=first.device)
+    kind = kind or _precision(first.device)
+    if _held(gradients, part, kind):
+        return first.dense()[:, part.start : part.start + shape[1]]
+    out = torch.empty(shape, dtype=kind, device=first.device)
     out[:, width:] = 0.0
     for g, size in gradients:
         low, high = max(part.start - start, 0), min(part.stop - start, size)
         if low < high:
             place, values = out[:, start + low - part.start : start + high - part.start], g.dense()
-            if high - low == size:  # whatever the order in memory, one copy
+            if high - low == values[0].numel():  # whatever the order in memory, one copy
                 place.view(values.shape).copy_(values)
             else:
-                place.copy_(values.reshape(g.samples, size)[:, low:high])
+                place.copy_(values.reshape(g.samples, -1)[:, low:high])
         start += size
     return out
+
+
+def _held(gradients: Flat, part: slice, kind: torch.dtype) -> bool:
+    """Whether they are one matrix of which this part, padded, is a block that begins where the device likes it."""
+    (first, size), *more = gradients
+    if more or not isinstance(first, Dense) or first.values.dim() != 2 or first.values.dtype != kind:
+        return False
+    end = part.start + _padded(part.stop - part.start, first.device)
+    row, step = first.values.stride()
+    aligned = first.device.type == "cpu" or (part.start % TILE == 0 and row % TILE == 0 and step == 1)
+    return aligned and end <= first.values.shape[1] and (end == part.stop or part.stop == size)
 
 
 @dataclass(frozen=True)
@@ -256,23 +304,21 @@ class EmbeddingClip:
     def sum(self, gradients: Flat, basis: Basis, weights: Tensor) -> tuple[Tensor, ClippedSum]:
         """The sum of clipped embeddings, and that of clipped residuals with what clipping met there.
 
-        In passes over the groups, each of which holds the coordinates of one: lengths; where V e + r is bounded, how
-        far it would stick out; then sums. Where it does stick out for some sample, there is another, which sums what is
-        shrunk more. Whatever is summed is measured in the same pass: if it exceeded a bound, the sum is not a number,
-        and no step takes it.
+        In passes over the groups: lengths; where V e + r is bounded, how far it would stick out; then sums. Where it
+        does stick out for some sample, there is another, which sums what is shrunk more. What is summed is what was
+        measured: if it exceeded a bound, the sum is not a number, and no step takes it.
 
         Args:
             gradients: row i belongs to sample i.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
         drawn = weights.to(basis.device) > 0
+        apart = _Apart(gradients, basis)
         found, squares = [], torch.zeros_like(drawn, dtype=torch.float64)
-        for (part, _), v in zip(basis.parts, basis.factors, strict=True):
-            g = columns(gradients, part)
-            with rough(basis.device):
-                e = g @ v
+        for group in range(len(basis.parts)):
+            e, more = apart.first(group)
             found.append(e.double())
-            squares += Dense(_residual(g, e, v)).powers(2)
+            squares += more
         embeddings = torch.cat(found, 1)
         lengths, norms = torch.linalg.vector_norm(embeddings, dim=1), squares.sqrt()
         # A gradient that is not finite is no gradient: it adds nothing, and the caller is told.
@@ -287,9 +333,9 @@ class EmbeddingClip:
             for c, size in ((self.c0, lengths), (self.c1, norms))
         )
         if self.c < math.inf:
-            shrink = self._foreseen(gradients, basis, embeddings, shorter, smaller)
+            shrink = self._foreseen(apart, embeddings, shorter, smaller)
             shorter, smaller = usable(shorter * shrink), usable(smaller * shrink)
-        out = self._summed(gradients, basis, embeddings, shorter, smaller)
+        out = self._summed(apart, embeddings, shorter, smaller)
         if self.c < math.inf:
             # As much as it sticks out; where truncation did not shrink along, as much as is enough for certain.
             for enough in (self._in_proportion, self._for_certain):
@@ -298,7 +344,7 @@ class EmbeddingClip:
                     break
                 shrink = torch.where(fits, 1.0, enough(out, smaller * torch.where(fine, norms, 0.0)))
                 shorter, smaller = usable(shorter * shrink), usable(smaller * shrink)
-                out = self._summed(gradients, basis, embeddings, shorter, smaller)
+                out = self._summed(apart, embeddings, shorter, smaller)
         released = embeddings * shorter[:, None]
         ok = (torch.linalg.vector_norm(released, dim=1) <= self.c0 * (1 - MARGIN / 2)).all()
         residuals = torch.where(rows, out.squares.sqrt() * smaller, 0.0)
@@ -308,34 +354,31 @@ class EmbeddingClip:
             total, torch.where(fine, norms, torch.nan), out.cuts, drawn
         )
 
-    def _foreseen(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> Tensor:
+    def _foreseen(self, apart: _Apart, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> Tensor:
         """What brings V e + r below its bounds, as far as rough products show: V e is g - r."""
+        basis = apart.basis
         limit = self.c1 / math.sqrt(self.p)
         c = self.c * (1 - (MARGIN if basis.factors[0].dtype == torch.float64 else _ROOM))
         bound = c / math.sqrt(self.p)
         most, squares = torch.zeros_like(smaller), torch.zeros_like(smaller)
-        for (part, _), v, e in zip(basis.parts, basis.factors, _split(embeddings, basis), strict=True):
-            g = columns(gradients, part)
-            with rough(g.device):
-                r = torch.addmm(g, e, v.T, alpha=-1)
-            excess, more = _excess(g, r, shorter, smaller, limit, bound)
+        for group, e in enumerate(_split(embeddings, basis)):
+            excess, more = _excess(*apart.both(group, e), shorter, smaller, limit, bound)
             most, squares = most.maximum(excess), squares + more
         return 1 / most.maximum(squares.sqrt() / c).clamp_min(1.0)
 
-    def _summed(self, gradients: Flat, basis: Basis, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> _Summed:
+    def _summed(self, apart: _Apart, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> _Summed:
         """The sum of residuals, scaled by ``smaller`` and truncated, and the sizes of all there is a bound on."""
+        basis = apart.basis
         _, bound = Clip(self.c1, self.p).limits_on(basis.device)
         totals, cuts, squares, images, wholes = [], [], [], [], []
-        for (part, v), wide, factor, e in zip(
-            basis.parts, basis.padded, basis.factors, _split(embeddings, basis), strict=True
-        ):
-            r = Dense(_residual(columns(gradients, part), e, factor))
+        for group, (e, (_, v)) in enumerate(zip(_split(embeddings, basis), basis.parts, strict=True)):
+            r = apart.residual(group, e)
             total, cut = r.clipped_sum(smaller, None if self.p == 1 else bound)
             totals.append(total[: v.shape[0]])
             cuts.append(torch.zeros_like(smaller, dtype=torch.int64) if cut is None else cut)
             squares.append(r.powers(2))
             if self.c < math.inf:
-                own, whole = _sizes(e.double() @ wide.T, r.values, shorter, smaller, bound)
+                own, whole = _sizes(e.double() @ basis.padded[group].T, r.values, shorter, smaller, bound)
                 images.append(own)
                 wholes.append(whole)
         nothing = [(torch.zeros_like(smaller), torch.zeros_like(smaller))]
@@ -364,6 +407,56 @@ class EmbeddingClip:
         return _scale(self.c, length + norms).minimum(_scale(left, top))
 
 
+class _Apart:
+    """The gradients of a chunk, taken apart group by group: g, and r = g - V e.
+
+    Where gradients are a matrix, and so all there, residuals are kept as well, with their squares. Else every pass
+    computes those of one group at a time anew, from the same numbers in the same way.
+    """
+
+    def __init__(self, gradients: Flat, basis: Basis) -> None:
+        self.basis = basis
+        self._gradients = gradients
+        self._kept: dict[int, Dense] = {}
+
+    def first(self, group: int) -> tuple[Tensor, Tensor]:
+        """The embeddings of a group, and the squares of its residuals."""
+        g = self._columns(group)
+        with rough(self.basis.device):
+            e = g @ self.basis.factors[group]
+        r = self._residual(group, g, e)
+        squares = r.powers(2)
+        if group in self._kept:
+            self._kept[group] = replace(r, squares=squares)
+        return e, squares
+
+    def both(self, group: int, e: Tensor) -> tuple[Tensor, Tensor]:
+        """g and r."""
+        g = self._columns(group)
+        if group in self._kept:
+            return g, self._kept[group].values
+        return g, self._less(g, e, self.basis.factors[group])
+
+    def residual(self, group: int, e: Tensor) -> Dense:
+        return self._kept[group] if group in self._kept else self._residual(group, self._columns(group), e)
+
+    def _columns(self, group: int) -> Tensor:
+        return columns(self._gradients, self.basis.parts[group][0])
+
+    def _residual(self, group: int, g: Tensor, e: Tensor) -> Dense:
+        v = self.basis.factors[group]
+        if _held(self._gradients, self.basis.parts[group][0], g.dtype):
+            self._kept[group] = Dense(self._less(g, e, v))
+            return self._kept[group]
+        with rough(g.device):
+            return Dense(g.addmm_(e, v.T, alpha=-1))
+
+    @staticmethod
+    def _less(g: Tensor, e: Tensor, v: Tensor) -> Tensor:
+        with rough(g.device):
+            return torch.addmm(g, e, v.T, alpha=-1)
+
+
 @dataclass(frozen=True)
 class _Summed:
     """The sum of residuals; of each sample coordinates cut, |r|^2 unscaled, (norm, top coordinate) of V e, V e + r."""
@@ -373,12 +466,6 @@ class _Summed:
     squares: Tensor
     image: tuple[Tensor, Tensor]
     whole: tuple[Tensor, Tensor]
-
-
-def _residual(g: Tensor, e: Tensor, v: Tensor) -> Tensor:
-    """g - e V^T, in the place of g; twice the same of the same."""
-    with rough(g.device):
-        return g.addmm_(e, v.T, alpha=-1)
 
 
 def _scale(bound: float, sizes: Tensor) -> Tensor:

@@ -392,7 +392,7 @@ class Trainer:
         """The basis of a step, from public samples and a released state alone."""
         chunks = embedding.chunks(self._chunk_size(), self._device, padded=self._engine.fixed_shapes)
         public = (
-            [(g.first(count), size) for g, size in self._engine.gradients(parameters, inputs, targets)]
+            [(g.first(count), size) for g, size in self._engine.gradients(parameters, inputs, targets, rounded=True)]
             for inputs, targets, count in chunks
         )
         layout = embedding.layout(self._flat.size)

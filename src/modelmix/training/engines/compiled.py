@@ -7,7 +7,8 @@ as one line of operations, which the compiler fuses; on a GPU one graph launch r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.gradients import Dense, Gradients
+from modelmix.training.gradients import TILE, Dense, Gradients
 
 _TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
 _CHECKED = 32  # samples on which both are compared
@@ -78,7 +79,8 @@ class Line:
         self.draws = any(_draws(node) for node in trace.graph.nodes)
         """Whether the function draws random numbers."""
         self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
-        self._compute()
+        with _tuned():
+            self._compute()
 
     def capture(self) -> None:
         """One graph of all kernels; what asks the device something on its way cannot be captured, and runs as it is."""
@@ -86,7 +88,7 @@ class Line:
             return
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with _tuned(), torch.cuda.graph(graph):
                 self._out = self._compute()
         except RuntimeError as error:
             torch.cuda.synchronize()  # raises again if the device itself is lost
@@ -115,6 +117,17 @@ class Line:
         with torch.no_grad():
             out: tuple[Tensor, ...] = self._run(*self._case)
         return out
+
+
+@contextmanager
+def _tuned() -> Iterator[None]:
+    """Convolutions are tried out in several ways, and the fastest is the one that a graph replays."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class Compiled:
@@ -171,16 +184,27 @@ class CompiledGradients:
 
     Args:
         take, parameters, inputs, targets, copies, reference: as of ``Compiled``.
+        kind: the precision of the matrix; None is the widest of the gradients.
     """
 
     _CLIP = Clip(1.0)
 
     def __init__(
-        self, take: Take, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int, reference: Reference
+        self,
+        take: Take,
+        parameters: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+        copies: int,
+        reference: Reference,
+        kind: torch.dtype | None = None,
     ) -> None:
         def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor]:
             # In the order of the flat vector, so that any part of it is one piece of every row.
-            return (torch.cat([g.dense().reshape(g.samples, -1) for g in take(parameters, inputs, targets)], 1),)
+            pieces = [g.dense().reshape(g.samples, -1) for g in take(parameters, inputs, targets)]
+            missing = -sum(piece.shape[1] for piece in pieces) % TILE
+            pieces.append(pieces[0].new_zeros(len(pieces[0]), missing))
+            return (torch.cat([piece if kind is None else piece.to(kind) for piece in pieces], 1),)
 
         few = slice(_CHECKED * copies)
         plain = take(parameters, *tree_map(lambda t: t[few], (inputs, targets)))
@@ -189,11 +213,12 @@ class CompiledGradients:
         self._line = Line(line, parameters, inputs, targets)
         if not self._line.draws:
             (mine,) = self._line(parameters, inputs, targets)
-            require_equal(self._CLIP.sum([mine[: len(ones)]], ones), right, reference(few, ones, self._CLIP))
+            mine = mine[: len(ones), : sum(p.numel() for p in parameters.values())]
+            require_equal(self._CLIP.sum([mine], ones), right, reference(few, ones, self._CLIP))
         self._line.capture()
 
     def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Gradients:
-        """m x all coordinates."""
+        """m x all coordinates, and zeros up to a multiple of ``TILE``."""
         return Dense(self._line(parameters, inputs, targets)[0])
 
 

@@ -120,21 +120,28 @@ class Engine:
         parameters = self._at_precision(parameters)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
 
-    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> Flat:
+    def gradients(
+        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1, *, rounded: bool = False
+    ) -> Flat:
         """The gradients of the samples of one chunk, for who bounds them in a way of his own.
 
         Where they are compiled every coordinate of all of them is held, and the next call may write over them.
+
+        Args:
+            rounded: where they are compiled, in the precision of the run.
         """
         reference = self._reference(parameters, inputs, targets, copies)
         loss, inputs = self._ready(inputs)
         take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
         if self._compile and rows((inputs, targets)):
-            form = key(parameters, inputs, targets), self._modes(), copies
+            form = key(parameters, inputs, targets), self._modes(), copies, rounded
             if form not in self._gradients:
                 try:
                     case = (self._at_precision(parameters), inputs, targets, copies)
                     with self._draws_apart():
-                        self._gradients[form] = CompiledGradients(take, *case, reference)
+                        self._gradients[form] = CompiledGradients(
+                            take, *case, reference, self._dtype if rounded else None
+                        )
                 except UnfitError as reason:
                     # For this form alone: gradients of public samples may not hang on what private ones met.
                     self._gradients[form] = None

@@ -37,8 +37,10 @@ class _Patch:
 
 
 def has_group_norm_kernel(module: nn.Module, trained: Mapping[str, str]) -> TypeGuard[nn.GroupNorm]:
-    """Whether it is worth asking, input by input, for our kernel."""
-    return type(module) is nn.GroupNorm and set(trained) == {"weight", "bias"} and _on_device(module.weight)
+    """Whether it is worth asking, input by input, for our kernel: weight and bias are both trained, or neither is."""
+    if type(module) is not nn.GroupNorm or set(trained) not in ({"weight", "bias"}, set()):
+        return False
+    return not module.affine or _on_device(module.weight)
 
 
 def _on_device(t: Tensor) -> bool:
@@ -142,10 +144,13 @@ class Capture:
                 gradients = (Dense(t.reshape(m, t.shape[0] // m, -1).sum(1)) for t in found)
                 self._add(module, dict(zip(("weight", "bias"), gradients, strict=True)))
 
-            weight, bias = module.weight.detach(), module.bias.detach()
+            if module.affine:
+                weight, bias = module.weight.detach(), module.bias.detach()
+            else:
+                weight, bias = input.new_ones(module.num_channels), input.new_zeros(module.num_channels)
             return normalisation.group_norm(input, weight, bias, groups, eps, collect)
         output = F.group_norm(input, groups, module.weight, module.bias, eps)
-        followed = self._forward(module, (input,), {}, output)
+        followed = self._forward(module, (input,), {}, output) if self._trained[module] else None
         return output if followed is None else followed
 
     def _standardised(self, module: Any, input: Tensor) -> Tensor:

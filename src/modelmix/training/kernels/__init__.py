@@ -229,4 +229,4 @@ def excess(
 ) -> tuple[Tensor, Tensor]:
     from modelmix.training.kernels import embedding
 
-    return embedding.excess(gradients.contiguous(), residual.contiguous(), shorter, smaller, limit, bound)
+    return embedding.excess(gradients, residual.contiguous(), shorter, smaller, limit, bound)
