@@ -16,7 +16,7 @@ from modelmix.features.patches import Patches
 from modelmix.features.silhouettes import silhouettes
 from modelmix.features.synthetic import synthetic
 from modelmix.features.weights import Prior
-from modelmix.features.whitening import LENGTH, Joined, Logarithm, Whitened
+from modelmix.features.whitening import LENGTH, Joined, Logarithm, Root, Whitened
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +96,24 @@ def test_whitened_public_images_vary_alike_in_all_directions(monkeypatch):
     mean, rows = Whitened(inner, public, 20)._directions(images(1))
     white = (features(inner, public) - mean) @ rows.T
     torch.testing.assert_close(white.T @ white / 30, torch.eye(20), rtol=1e-3, atol=1e-3)
+
+
+def test_roots_keep_signs_and_do_not_look_at_other_images():
+    class Signed:
+        name, version, parameters = "signed", 1, {"of": "pixels"}
+
+        def shape(self, x):
+            return tuple(x.shape)
+
+        def batches(self, x):
+            yield from torch.split(x.float() - 100, 5)
+
+    x = images(8)
+    found = features(Root(Signed()), x)
+    assert found.shape == Root(Signed()).shape(x) == (8, 3 * 32 * 32)
+    torch.testing.assert_close(found * found.abs(), x.float().flatten(1) - 100)
+    assert Root(Signed()).name == "root-signed"
+    assert Root(Signed()).parameters == {"of": ["signed", 1, {"of": "pixels"}]}
 
 
 def test_images_that_do_not_vary_cannot_whiten():

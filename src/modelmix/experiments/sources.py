@@ -101,7 +101,7 @@ def check_mirror(recipe: Recipe) -> None:
 def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None) -> Transform:
     """The features of a recipe, as they are cached; ``public`` are the images that whiten them, if it asks for such."""
     from modelmix.features.cache import Kept
-    from modelmix.features.whitening import Logarithm, Whitened
+    from modelmix.features.whitening import Logarithm, Root, Whitened
 
     found = _found(recipe, device)
     if recipe.components is None:
@@ -109,7 +109,7 @@ def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None
     if recipe.features == "scatter":
         found = Logarithm(found)
     elif kind_of(str(recipe.features)) in EXTRACTORS:
-        found = Kept(found)  # networks are slow, and what they say does not change with what whitens it
+        found = Root(Kept(found))  # networks are slow, and what they say does not change with what whitens it
     return Whitened(found, str(recipe.normalise) if public is None else public, recipe.components)
 
 
