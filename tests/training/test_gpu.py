@@ -15,6 +15,7 @@ from modelmix.training import Randomness
 from modelmix.training.clipping import Clip
 from modelmix.training.embedding import Embedding, EmbeddingClip, columns, find_basis
 from modelmix.training.engines import Engine
+from modelmix.training.gradients import Dense
 from modelmix.training.keystream import by_torch, chacha20
 from modelmix.training.parameters import FlatParameters
 
@@ -106,7 +107,7 @@ def test_the_bounds_hold_for_embedded_gradients(clip, precision):
     assert all(columns(gradients, part).untyped_storage().data_ptr() == matrix.data_ptr() for part, _ in layout)
     root = math.sqrt(clip.p)
     for chosen in torch.eye(32, dtype=torch.float64, device="cuda"):
-        e, part = clip.sum(gradients, basis, chosen)
+        e, part = clip.sum([(Dense(matrix.clone()), flat.size)], basis, chosen)
         whole = basis.reconstruct(e) + part.total
         assert 0 < float(e.norm()) <= clip.c0
         assert float(part.total.norm()) <= clip.c1

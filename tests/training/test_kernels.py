@@ -91,11 +91,15 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
         assert right_cut is None or (cut - right_cut).abs().max() <= 1
 
 
-@given(st.integers(1, 70), st.integers(1, 600), st.sampled_from([None, 0.01, 0.3]), st.sampled_from([1, 2]))
+@given(
+    st.integers(1, 70), st.integers(1, 600), st.sampled_from([0, 8]), st.sampled_from([None, 0.01, 0.3]),
+    st.sampled_from([1, 2]),
+)  # fmt: skip
 @settings(max_examples=15)
-def test_both_passes_of_clipping(m, width, bound, norm):
+def test_both_passes_of_clipping(m, width, behind, bound, norm):
+    """Of rows that follow each other, and of parts of longer ones."""
     torch.manual_seed(m + width)
-    rows = torch.randn(m, width) * 10.0 ** torch.randint(-20, 10, (m, 1))
+    rows = (torch.randn(m, width + behind) * 10.0 ** torch.randint(-20, 10, (m, 1)))[:, :width]
     wanted = Dense(rows.double())
     torch.testing.assert_close(kernels.powers(rows, norm), wanted.powers(norm), rtol=1e-13, atol=0)
     scale = torch.rand(m, dtype=torch.float64)
@@ -250,7 +254,7 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
 def test_sizes_of_what_a_sample_adds(m, width, seed):
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(m, width, generator=generator, dtype=torch.float64)
-    g, r = torch.randn(2, m, width, generator=generator)
+    r, g = torch.randn(m, width, generator=generator), torch.randn(m, width + 8, generator=generator)[:, :width]
     shorter, smaller = torch.rand(2, m, generator=generator, dtype=torch.float64)
     shorter[0], smaller[-1], bound = 0.0, 0.0, wide(0.3)
     image[0], r[-1], g[-1] = math.inf, math.nan, math.inf  # not read, as their factors are 0

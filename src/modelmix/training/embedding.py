@@ -159,12 +159,14 @@ def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], gene
     starts = [torch.randn(size, generator=generator, device=device, dtype=_precision(device)) for size in sizes]
     sums = [torch.zeros_like(start) for start in starts]
     for gradients in chunks:
-        for (part, _), start, total in zip(layout, starts, sums, strict=True):
+        for group, (part, _) in enumerate(layout):
             g = columns(gradients, part, _kept(gradients))
+            starts[group] = starts[group].to(g.dtype)
             with rough(device):
-                _add_product(total, g.T, g @ start.to(g.dtype))
+                _add_product(sums[group], g.T, g @ starts[group])
     starts.clear()
-    if not bool(torch.stack([torch.isfinite(total).all() for total in sums]).all()):
+    tops = [torch.linalg.vector_norm(total, ord=math.inf) for total in sums]
+    if not bool(torch.isfinite(torch.stack(tops)).all()):
         raise ModelMixError("the loss or gradient of a public sample is not finite: no step was taken. Lower lr.")
     found = [total[: part.stop - part.start, :k] for (part, k), total in zip(layout, sums, strict=True)]
     return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, found, strict=True)))
@@ -238,7 +240,7 @@ def _by_cholesky(vectors: Tensor, enough: float) -> Tensor | None:
 def columns(gradients: Flat, part: slice, kind: torch.dtype | None = None) -> Tensor:
     """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``.
 
-    Where gradients are a matrix that holds just that, it is a part of the matrix, and must not be written to.
+    Where gradients are a matrix that holds just that, it is a part of the matrix itself.
 
     Args:
         kind: the precision; None is that in which gradients are taken apart.
@@ -309,11 +311,11 @@ class EmbeddingClip:
         measured: if it exceeded a bound, the sum is not a number, and no step takes it.
 
         Args:
-            gradients: row i belongs to sample i.
+            gradients: row i belongs to sample i. A matrix of them may be written over.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
         drawn = weights.to(basis.device) > 0
-        apart = _Apart(gradients, basis)
+        apart = _Apart(gradients, basis, whole=self.c < math.inf)
         found, squares = [], torch.zeros_like(drawn, dtype=torch.float64)
         for group in range(len(basis.parts)):
             e, more = apart.first(group)
@@ -410,12 +412,14 @@ class EmbeddingClip:
 class _Apart:
     """The gradients of a chunk, taken apart group by group: g, and r = g - V e.
 
-    Where gradients are a matrix, and so all there, residuals are kept as well, with their squares. Else every pass
-    computes those of one group at a time anew, from the same numbers in the same way.
+    Where gradients are a matrix, and so all there, residuals are kept as well, with their squares, in their place
+    unless ``whole`` asks for both. Else every pass computes those of one group at a time anew, from the same numbers
+    in the same way.
     """
 
-    def __init__(self, gradients: Flat, basis: Basis) -> None:
+    def __init__(self, gradients: Flat, basis: Basis, whole: bool) -> None:
         self.basis = basis
+        self._whole = whole
         self._gradients = gradients
         self._kept: dict[int, Dense] = {}
 
@@ -444,12 +448,15 @@ class _Apart:
         return columns(self._gradients, self.basis.parts[group][0])
 
     def _residual(self, group: int, g: Tensor, e: Tensor) -> Dense:
-        v = self.basis.factors[group]
-        if _held(self._gradients, self.basis.parts[group][0], g.dtype):
-            self._kept[group] = Dense(self._less(g, e, v))
-            return self._kept[group]
-        with rough(g.device):
-            return Dense(g.addmm_(e, v.T, alpha=-1))
+        v, held = self.basis.factors[group], _held(self._gradients, self.basis.parts[group][0], g.dtype)
+        if held and self._whole:
+            r = Dense(self._less(g, e, v))
+        else:
+            with rough(g.device):
+                r = Dense(g.addmm_(e, v.T, alpha=-1))
+        if held:
+            self._kept[group] = r
+        return r
 
     @staticmethod
     def _less(g: Tensor, e: Tensor, v: Tensor) -> Tensor:

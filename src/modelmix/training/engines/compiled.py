@@ -7,8 +7,7 @@ as one line of operations, which the compiler fuses; on a GPU one graph launch r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,8 +78,7 @@ class Line:
         self.draws = any(_draws(node) for node in trace.graph.nodes)
         """Whether the function draws random numbers."""
         self._run = torch.compile(trace, fullgraph=True, dynamic=False, backend=_BACKEND)
-        with _tuned():
-            self._compute()
+        self._compute()
 
     def capture(self) -> None:
         """One graph of all kernels; what asks the device something on its way cannot be captured, and runs as it is."""
@@ -88,7 +86,7 @@ class Line:
             return
         graph = torch.cuda.CUDAGraph()
         try:
-            with _tuned(), torch.cuda.graph(graph):
+            with torch.cuda.graph(graph):
                 self._out = self._compute()
         except RuntimeError as error:
             torch.cuda.synchronize()  # raises again if the device itself is lost
@@ -117,17 +115,6 @@ class Line:
         with torch.no_grad():
             out: tuple[Tensor, ...] = self._run(*self._case)
         return out
-
-
-@contextmanager
-def _tuned() -> Iterator[None]:
-    """Convolutions are tried out in several ways, and the fastest is the one that a graph replays."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 class Compiled:

@@ -149,11 +149,16 @@ def _(t: Tensor) -> Tensor:
     return torch.empty_like(t)
 
 
+def _in_pieces(rows: Tensor) -> Tensor:
+    """The same matrix, every row of it one piece of memory."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 @torch.library.custom_op("modelmix::powers", mutates_args=())
 def powers(rows: Tensor, norm: int) -> Tensor:
     from modelmix.training.kernels import clipping
 
-    return clipping.powers(rows.contiguous(), norm)
+    return clipping.powers(_in_pieces(rows), norm)
 
 
 @powers.register_fake
@@ -165,7 +170,7 @@ def _(rows: Tensor, norm: int) -> Tensor:
 def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
     from modelmix.training.kernels import clipping
 
-    return clipping.clipped_sum(rows.contiguous(), scale, bound)
+    return clipping.clipped_sum(_in_pieces(rows), scale, bound)
 
 
 @clipped_sum.register_fake
@@ -229,4 +234,4 @@ def excess(
 ) -> tuple[Tensor, Tensor]:
     from modelmix.training.kernels import embedding
 
-    return embedding.excess(gradients, residual.contiguous(), shorter, smaller, limit, bound)
+    return embedding.excess(_in_pieces(gradients), residual.contiguous(), shorter, smaller, limit, bound)

@@ -19,6 +19,7 @@ def _powers(
     rows,
     out,
     width,
+    pitch,
     splits,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -29,18 +30,18 @@ def _powers(
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
     for turn in range(TURNS):
         d = (turn * splits + split) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(rows + m * width + d, mask=d < width, other=0.0).to(tl.float64)
+        value = tl.load(rows + m * pitch + d, mask=d < width, other=0.0).to(tl.float64)
         sums += value * value if NORM == 2 else tl.abs(value)
     tl.store(out + m * splits + split, tl.sum(sums, 0))
 
 
 def powers(rows: Tensor, norm: int) -> Tensor:
-    """Of every row the sum of |value|^norm, in float64."""
+    """Of every row the sum of |value|^norm, in float64. Rows may be parts of longer ones."""
     m, width = rows.shape
     block = min(1024, max(16, triton.next_power_of_2(width)))
     splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
     out = torch.empty(m, splits, dtype=torch.float64, device=rows.device)
-    _powers[(m, splits)](rows, out, width, splits, norm, block, triton.cdiv(width, block * splits))
+    _powers[(m, splits)](rows, out, width, rows.stride(0), splits, norm, block, triton.cdiv(width, block * splits))
     return out.sum(1)
 
 
@@ -53,6 +54,7 @@ def _clipped_sum(
     cut,
     samples,
     width,
+    pitch,
     GROUP: tl.constexpr,
     TRUNCATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -73,7 +75,7 @@ def _clipped_sum(
             factor = tl.load(scale + m, mask=m < samples, other=0.0)
             # What is scaled by 0 is not read: it may be infinite, and must add nothing.
             there = (factor > 0)[:, None] & right[None, :]
-            value = tl.load(rows + m.to(tl.int64)[:, None] * width + d[None, :], mask=there, other=0.0).to(tl.float32)
+            value = tl.load(rows + m.to(tl.int64)[:, None] * pitch + d[None, :], mask=there, other=0.0).to(tl.float32)
             value *= factor.to(tl.float32)[:, None]
             if TRUNCATE:
                 flag = (tl.abs(value) > bound).to(tl.int32) << (16 * (turn // 2))
@@ -98,6 +100,7 @@ def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tens
     """The sum over rows of scale * row with every value cut to +-bound, and how many values of each row were cut.
 
     Args:
+        rows: m x width; they may be parts of longer ones.
         scale: a float64 number for every row; a row of scale 0 adds nothing.
         bound: a float64 number on the device, or None.
     """
@@ -106,8 +109,9 @@ def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tens
     groups = max(1, triton.cdiv(m, group))
     out = torch.empty(groups, width, dtype=torch.float64, device=rows.device)
     cut = torch.zeros(m, dtype=torch.int32, device=rows.device)
+    bounds = scale if bound is None else bound
     _clipped_sum[(triton.cdiv(width, block), groups)](
-        rows, scale, scale if bound is None else bound, out, cut, m, width, group, bound is not None, block_m, block
+        rows, scale, bounds, out, cut, m, width, rows.stride(0), group, bound is not None, block_m, block
     )
     return out.sum(0), cut
 

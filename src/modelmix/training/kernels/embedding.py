@@ -89,7 +89,7 @@ def _excess(
     smaller,
     out,
     width,
-    row,
+    pitch,
     splits,
     limit,
     bound,
@@ -106,7 +106,7 @@ def _excess(
     for turn in range(TURNS):
         d = (turn * splits + split) * BLOCK + tl.arange(0, BLOCK)
         r = tl.load(residual + m * width + d, mask=d < end, other=0.0)
-        v = (tl.load(gradients + m * row + d, mask=d < end, other=0.0) - r) * a
+        v = (tl.load(gradients + m * pitch + d, mask=d < end, other=0.0) - r) * a
         r *= s
         alone = tl.abs(v)
         alike = tl.minimum((alone + tl.abs(r)) / bound, alone / tl.maximum(bound - limit, 1e-30))
@@ -123,8 +123,6 @@ def excess(
     gradients: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, limit: float, bound: float
 ) -> tuple[Tensor, Tensor]:
     """See ``embedding._excess``; in float32. Gradients and residual are m x width; the first may be part of more."""
-    if gradients.stride(1) != 1:
-        gradients = gradients.contiguous()
     (m, width), (splits, turns) = residual.shape, _shared_out(residual)
     out = torch.empty(m, splits, 2, dtype=torch.float32, device=residual.device)
     _excess[(m, splits)](
