@@ -252,7 +252,7 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
 @given(st.integers(1, 5), st.integers(1, 3000), st.integers(0, 100))
 @settings(max_examples=15)
 def test_sizes_of_what_a_sample_adds(m, width, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     image = torch.randn(m, width, generator=generator, dtype=torch.float64)
     r, g = torch.randn(m, width, generator=generator), torch.randn(m, width + 8, generator=generator)[:, :width]
     shorter, smaller = torch.rand(2, m, generator=generator, dtype=torch.float64)
