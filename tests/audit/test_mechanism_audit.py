@@ -19,6 +19,8 @@ MECHANISMS = {
     "ModelMix, narrow": mm.Mechanism(1.0, 1.0, 0.3),
     "ModelMix, p = 4": mm.Mechanism(0.5, 1.0, 3.0, p=4),
     "ModelMix-Laplace": mm.Mechanism(0.9, 1.0, 1.5, law="laplace"),
+    "embedded": mm.EmbeddingMechanism(1.3, 1.0),
+    "embedded, mixed": mm.EmbeddingMechanism(1.2, 1.0, 3.0),
 }
 
 
@@ -46,21 +48,28 @@ def test_with_subsampling(name):
     assert 0.1 < found < claim(mechanism, 1e-2, 5)
 
 
-@pytest.mark.parametrize(("factor", "name"), [(0.9, "plain Gaussian"), (0.9, "Laplace"), (0.7, "ModelMix")])
+@pytest.mark.parametrize(
+    ("factor", "name"), [(0.9, "plain Gaussian"), (0.9, "Laplace"), (0.7, "ModelMix"), (0.8, "embedded")]
+)
 def test_noise_that_is_too_small_is_caught(factor, name):
     """The attacker still believes the claimed law; what is drawn is quieter."""
     mechanism = MECHANISMS[name]
     quiet = replace(mechanism, noise_multiplier=factor * mechanism.noise_multiplier)
     if mechanism.mixed:
         quiet = replace(quiet, mixing_width=factor * mechanism.mixing_width)
-    found = audit_mechanism(mechanism, 1e-2, trials=400_000, seed=5, actual=quiet.coordinate_law).epsilon
+    found = audit_mechanism(mechanism, 1e-2, trials=400_000, seed=5, actual=quiet).epsilon
     assert found > claim(mechanism, 1e-2, 1)
 
 
 def test_the_score_is_a_likelihood_ratio():
     """The mean of e^score over the world without the canary is 1, whatever the mechanism."""
     rng = np.random.default_rng(6)
-    for mechanism in (mm.Mechanism(1.0, 0.3, 1.0, p=4), mm.Mechanism(1.5, 1.0, law="laplace"), mm.Mechanism(2.0, 0.5)):
+    for mechanism in (
+        mm.Mechanism(1.0, 0.3, 1.0, p=4),
+        mm.Mechanism(1.5, 1.0, law="laplace"),
+        mm.Mechanism(2.0, 0.5),
+        mm.EmbeddingMechanism(1.5, 0.5, 2.0, p=4),
+    ):
         score = scores(mm.Ledger().add(mechanism, 2), 200_000, False, rng)
         spread = np.std(np.exp(score)) / np.sqrt(len(score))
         assert abs(np.mean(np.exp(score)) - 1) < 5 * spread

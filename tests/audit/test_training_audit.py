@@ -16,6 +16,7 @@ from modelmix.audit.training import attack
 from modelmix.privacy.comparison import best_epsilon
 from modelmix.training import randomness, rules, trainer
 from modelmix.training.clipping import Clip
+from modelmix.training.embedding import EmbeddingClip
 
 DELTA = 1e-2
 
@@ -55,6 +56,26 @@ def test_honest_runs_stay_below_their_claim(name):
             assert seen.two_worlds(DELTA).epsilon > 0.1 * claimed
 
 
+EMBEDDED = {
+    "plain": mm.EmbeddingMechanism(1.3, 1.0),
+    "mix": mm.EmbeddingMechanism(1.2, 1.0, 3.0),
+    "mix, p": mm.EmbeddingMechanism(1.2, 1.0, 3.0, p=4),
+    "subsampled": mm.EmbeddingMechanism(1.0, 0.5, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_honest_embedded_runs_stay_below_their_claim(name):
+    """And an attacker who knows the basis sees in the trainer what the simulated mechanism shows."""
+    mechanism = EMBEDDED[name]
+    seen = many(mechanism, 2, canaries=40, steps=40).each_step()
+    found = seen.two_worlds(DELTA, confidence=0.9999).epsilon
+    assert 0.1 * claim(mechanism) < found < claim(mechanism)
+    # The mean of e^score is 1 without the canary if what is seen has the law that the attacker believes in.
+    score = np.exp(seen.ratio()[~seen.present])
+    assert abs(score.mean() - 1) < 5 * score.std() / np.sqrt(len(score))
+
+
 def test_a_run_on_a_real_task():
     """A network that learns while canaries pull at its weights; one run, the bound that needs no independence."""
     torch.manual_seed(0)
@@ -75,6 +96,26 @@ def test_noise_ten_per_cent_too_small(monkeypatch):
     monkeypatch.setattr(rules, "noise", lambda *arguments: 0.9 * honest(*arguments))
     mechanism = mm.Mechanism(1.0, 1.0)
     assert attack(mechanism, canaries=400, steps=300).each_step().two_worlds(DELTA).epsilon > claim(mechanism)
+
+
+def test_embeddings_with_the_noise_of_residuals(monkeypatch):
+    """Noise in units of c1 where c0 is meant: a slip of one letter."""
+    honest = randomness.StepRandomness.gaussian
+
+    def slip(self, label, *rest):
+        return honest(self, label, *rest) * (0.4 if label == "embedding noise" else 1.0)
+
+    monkeypatch.setattr(randomness.StepRandomness, "gaussian", slip)
+    mechanism = EMBEDDED["plain"]
+    seen = attack(mechanism, canaries=100, steps=100).each_step()
+    assert seen.two_worlds(DELTA, score=seen.total()).epsilon > claim(mechanism)
+
+
+def test_embeddings_twice_as_long_as_their_clip(monkeypatch):
+    honest = EmbeddingClip.sum
+    monkeypatch.setattr(EmbeddingClip, "sum", lambda *a: (2 * honest(*a)[0], honest(*a)[1]))
+    mechanism = EMBEDDED["plain"]
+    assert attack(mechanism, canaries=100, steps=100).each_step().two_worlds(DELTA).epsilon > claim(mechanism)
 
 
 # Wide mixing and little noise: where the mixing is lost, only z is left.

@@ -33,6 +33,17 @@ def test_a_ledger(run, ledger, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("proved", [True, False])
+def test_embedded_steps(run, tmp_path, proved):
+    found = mm.Ledger().add(mm.EmbeddingMechanism(1.2, 0.5, 3.0), 2)
+    (found if proved else mm.Ledger(found.phases, ("raw momentum",))).save(tmp_path / "ledger.json")
+    code, out, error = run("audit", tmp_path, "--quick", "--trials", 5_000, "--delta", 1e-2, "--json")
+    assert code == 0, error
+    rows = json.loads(out)["audits"]
+    assert [row["what"] for row in rows] == ["the mechanism, 2 steps", "the trainer, one step at q = 1"][: 1 + proved]
+    assert all(0 < row["epsilon"] < row["claimed"] for row in rows)
+
+
 def test_a_run_folder_and_its_table(run, ledger):
     code, out, _ = run("audit", ledger.parent, "--quick", "--trials", 5_000, "--delta", 1e-2)
     assert code == 0

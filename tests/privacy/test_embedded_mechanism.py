@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 import modelmix as mm
-from modelmix.audit.mechanism import canaries
 from modelmix.privacy.accountant import renyi_curve
 from modelmix.privacy.comparison import best_epsilon, equal_variance, pld_epsilon, unmixed
 from modelmix.privacy.moments import sampled_log_moments
@@ -208,8 +207,6 @@ def test_refusals():
         mm.EmbeddingMechanism(1.0, 0.1, clip_ratio=0.0)
     with pytest.raises(mm.UnprovedError):
         pld_epsilon(mm.Ledger().add(mm.EmbeddingMechanism(1.0, 0.1), 1), 1e-5)
-    with pytest.raises(mm.ModelMixError, match="two sums"):
-        canaries(mm.EmbeddingMechanism(1.0, 0.1))
 
 
 def test_what_it_assumes_is_said():

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from modelmix.audit.bounds import Array, LowerBound, epsilon_lower_bound, one_run_lower_bound
-from modelmix.audit.mechanism import canary_size, log_ratio
+from modelmix.audit.mechanism import log_likelihood_ratio, parts, worst_width
 from modelmix.errors import ModelMixError
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.mechanism import Mechanism
 from modelmix.privacy.validation import whole
+from modelmix.training.embedding import Embedding
 from modelmix.training.trainer import Trainer
 
 _PULL = 1e3  # times the clip
@@ -72,8 +74,8 @@ class Observed:
 
     def ratio(self) -> Array:
         """The log-likelihood ratio of every canary, as the mechanism claims it: the best score if the claim is true."""
-        size, q = canary_size(self.mechanism, self.x.shape[2]), self.mechanism.sample_rate
-        ratio = np.sum(log_ratio(self.mechanism.coordinate_law, self.x, size), axis=2)
+        q = self.mechanism.sample_rate
+        ratio = log_likelihood_ratio(parts(self.mechanism, self.x.shape[2]), self.x)
         return np.asarray(np.sum(ratio if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + ratio), axis=0))
 
     def total(self) -> Array:
@@ -127,10 +129,11 @@ def implant(
         mechanism: what the run claims.
         network, data: a real task; left out, a bare vector of weights that only canaries pull at.
         coordinates: the weights canaries may pull at, as indices into the flat vector; None is all of them.
-        width: coordinates of one canary; None takes the worst case of the proof.
+        width: coordinates of one canary; None takes the worst case of the proof. Where gradients are embedded, public
+            samples pull at the first half of those of every canary, so that these are the basis.
         options: for the trainer (rule, momentum, padding, ...).
     """
-    k = mechanism.worst_gradient[0][1] if width is None else whole("width", width, "a canary's coordinates", least=1)
+    k = worst_width(mechanism) if width is None else whole("width", width, "a canary's coordinates", least=1)
     rng = np.random.default_rng(seed)
     x, y = data if data is not None else (torch.zeros(0, 1), torch.zeros(0, dtype=torch.long))
     model = Implanted(Bare(canaries * k) if network is None else network)
@@ -147,6 +150,10 @@ def implant(
         torch.cat([torch.zeros(n), torch.where(torch.from_numpy(present), _PULL * clip, -1.0)]),
     )
     targets = torch.cat([y, y.new_zeros(canaries)])
+    if isinstance(mechanism, EmbeddingMechanism):
+        basis = index[:, : k // 2].flatten()
+        pulls = x.new_zeros(len(basis), *x.shape[1:]), basis[:, None].expand(-1, k).clone(), torch.ones(len(basis))
+        options["embedding"] = Embedding((pulls, y.new_zeros(len(basis))), len(basis), groups=1)
     trainer = Trainer(model, implanted_loss, (inputs, targets), mechanism, clip, lr, seed=seed, **options)
     return trainer, index, present
 

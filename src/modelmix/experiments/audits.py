@@ -17,6 +17,7 @@ import numpy as np
 
 from modelmix.files import write_atomically
 from modelmix.privacy.comparison import best_epsilon
+from modelmix.privacy.embedding import EmbeddingMechanism
 from modelmix.privacy.ledger import Ledger
 from modelmix.privacy.mechanism import Mechanism
 
@@ -33,6 +34,10 @@ MECHANISMS = (
     ("ModelMix", Mechanism(2.0, 1.0, 3.0), 10, 2_000_000),
     ("ModelMix-Laplace", Mechanism(1.0, 1.0, 1.5, law="laplace"), 3, 2_000_000),
     ("default recipe", Mechanism(1.271093, 1024 / 27800, 2.0), 400, 400_000),
+    ("embedded", EmbeddingMechanism(1.3, 1.0), 1, 20_000_000),
+    ("embedded, mixed", EmbeddingMechanism(1.2, 1.0, 3.0), 1, 3_000_000),
+    ("embedded, mixed, p = 25", EmbeddingMechanism(1.0, 1.0, 3.0, p=25), 1, 400_000),
+    ("embedded", EmbeddingMechanism(4.0, 0.2), 20, 1_000_000),
 )
 RELEASED = Mechanism(0.307, 0.03, 11.25, p=100)
 RELEASED_STEPS = 3500
