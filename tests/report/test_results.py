@@ -197,6 +197,36 @@ def test_a_cut_off_file_is_refused(tmp_path):
 # The command.
 
 
+def test_twins_must_agree(tmp_path):
+    one = result(70.0)
+    other = result(70.0, row="cifar10-eps7", same_run_as=str(place("table2", "cifar10-eps8", "plain", 1)))
+    other = replace(other, ledger=one.ledger)
+    for each in (one, other):
+        each.save(tmp_path / place(each.table, each.row, each.kind, each.seed))
+    assert len(read([tmp_path])) == 2
+    changed = replace(one, accuracy={**one.accuracy, "last": 0.71})
+    changed.save(tmp_path / place("table2", "cifar10-eps8", "plain", 1))
+    with pytest.raises(ModelMixError, match=r"says that it is the same run as .* and their numbers differ"):
+        read([tmp_path])
+    (tmp_path / place("table2", "cifar10-eps8", "plain", 1)).unlink()
+    assert len(read([tmp_path])) == 1
+
+
+def test_a_folder_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch):
+    one = result(70.0)
+    one.save(tmp_path / place(one.table, one.row, one.kind, one.seed))
+    right = Path.iterdir
+
+    def closed(self):
+        if self.name == one.row:
+            raise PermissionError(13, "Permission denied", str(self))
+        return right(self)
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(ModelMixError, match=r"cannot read .*cifar10-eps8: Permission denied"):
+        read([tmp_path])
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     for one in (result(57.0), result(58.0, seed=2), result(30.0, "paper"), result(70.0, "released")):

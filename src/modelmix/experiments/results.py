@@ -144,8 +144,30 @@ def read(folders: Iterable[Path]) -> list[Result]:
     for folder in folders:
         if not os.path.isdir(folder):  # also False for a name that no disk takes
             raise ModelMixError(f"{folder} is not a folder of results: give one that modelmix reproduce wrote.")
-        found += [Result.load(path) for table in TABLES for path in sorted(folder.glob(f"{table}/*/*.json"))]
+        found += _require_twins(folder, [Result.load(path) for path in _files(folder)])
     return [result for result in found if not result.rehearsal]
+
+
+def _files(folder: Path) -> list[Path]:
+    """Results in a folder by their names; what cannot be looked into is no empty folder."""
+    try:
+        tables = [folder / table for table in TABLES if (folder / table).is_dir()]
+        rows = [row for table in tables for row in sorted(table.iterdir()) if row.is_dir()]
+        return [path for row in rows for path in sorted(row.iterdir()) if path.suffix == ".json"]
+    except OSError as error:
+        raise ModelMixError(f"cannot read {error.filename}: {error.strerror}.") from None
+
+
+def _require_twins(folder: Path, results: list[Result]) -> list[Result]:
+    """Files that name another as the same run must say the same of it, if that one is there."""
+    places = {result.path: result for result in results}
+    for result in results:
+        origin = None if result.same_run_as is None else places.get(folder / result.same_run_as)
+        if origin is not None and (origin.accuracy, origin.ledger) != (result.accuracy, result.ledger):
+            raise ModelMixError(
+                f"{result.path} says that it is the same run as {origin.path}, and their numbers differ: restore both."
+            )
+    return results
 
 
 def account(ledger: Ledger, delta: float) -> dict[str, Any]:
