@@ -210,13 +210,15 @@ def test_a_whole_network_by_kernels(everywhere, p, norm, copies):
     assert (found.truncated - right.truncated).abs().max() <= 1
 
 
-@pytest.mark.parametrize("norm", ["without weights", "frozen"])
+@pytest.mark.parametrize("norm", ["without weights", "frozen", "frozen without bias"])
 def test_group_norms_that_are_not_trained_go_through_the_kernel(everywhere, monkeypatch, norm):
     model = network()
-    model[2] = nn.GroupNorm(4, 8, affine=norm == "frozen").requires_grad_(False)
-    if norm == "frozen":
+    model[2] = nn.GroupNorm(4, 8, affine=norm != "without weights").requires_grad_(False)
+    if model[2].affine:
         nn.init.normal_(model[2].weight)
         nn.init.normal_(model[2].bias)
+    if norm == "frozen without bias":
+        model[2].bias = None
     kernel, calls = kernels.group_norm, []
     monkeypatch.setattr(kernels, "group_norm", lambda x, *rest: calls.append(x.shape[1]) or kernel(x, *rest))
     x, y = torch.randn(3, 3, 6, 6), torch.randint(0, 10, (3,))

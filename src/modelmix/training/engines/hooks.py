@@ -40,7 +40,7 @@ def has_group_norm_kernel(module: nn.Module, trained: Mapping[str, str]) -> Type
     """Whether it is worth asking, input by input, for our kernel: weight and bias are both trained, or neither is."""
     if type(module) is not nn.GroupNorm or set(trained) not in ({"weight", "bias"}, set()):
         return False
-    return not module.affine or _on_device(module.weight)
+    return module.weight is None or _on_device(module.weight)
 
 
 def _on_device(t: Tensor) -> bool:
@@ -144,10 +144,9 @@ class Capture:
                 gradients = (Dense(t.reshape(m, t.shape[0] // m, -1).sum(1)) for t in found)
                 self._add(module, dict(zip(("weight", "bias"), gradients, strict=True)))
 
-            if module.affine:
-                weight, bias = module.weight.detach(), module.bias.detach()
-            else:
-                weight, bias = input.new_ones(module.num_channels), input.new_zeros(module.num_channels)
+            channels = module.num_channels
+            weight = input.new_ones(channels) if module.weight is None else module.weight.detach()
+            bias = input.new_zeros(channels) if module.bias is None else module.bias.detach()
             return normalisation.group_norm(input, weight, bias, groups, eps, collect)
         output = F.group_norm(input, groups, module.weight, module.bias, eps)
         followed = self._forward(module, (input,), {}, output) if self._trained[module] else None
