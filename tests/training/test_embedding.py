@@ -342,6 +342,19 @@ def test_a_matrix_of_gradients_is_taken_apart_as_its_parts_are(precision, clip, 
     assert torch.equal(found.truncated, right.truncated)
 
 
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_row_that_all_samples_share_is_not_written_over(clip, precision):
+    """Autograd gives samples with one gradient the same memory."""
+    row, basis = torch.randn(1, 48).to(precision), Basis(((slice(0, 48), torch.eye(48, 3, dtype=torch.float64)),))
+    for shared in (row, row[:, :1]):
+        found, right = (
+            clip.sum([(Dense(rows), 48)], basis, torch.ones(5))
+            for rows in (shared.expand(5, 48), shared.expand(5, 48).clone())
+        )
+        torch.testing.assert_close(found[0], right[0])
+        torch.testing.assert_close(found[1].total, right[1].total)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_adds_nothing_and_is_reported(bad):
     rows, basis = torch.randn(3, D), random_basis()

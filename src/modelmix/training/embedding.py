@@ -256,23 +256,28 @@ def columns(gradients: Flat, part: slice, kind: torch.dtype | None = None) -> Te
         low, high = max(part.start - start, 0), min(part.stop - start, size)
         if low < high:
             place, values = out[:, start + low - part.start : start + high - part.start], g.dense()
-            if high - low == values[0].numel():  # whatever the order in memory, one copy
+            held = values.shape[1:].numel()
+            if high - low == held:  # whatever the order in memory, one copy
                 place.view(values.shape).copy_(values)
             else:
-                place.copy_(values.reshape(g.samples, -1)[:, low:high])
+                place.copy_(values.reshape(g.samples, held)[:, low:high])
         start += size
     return out
 
 
 def _held(gradients: Flat, part: slice, kind: torch.dtype) -> bool:
-    """Whether they are one matrix of which this part, padded, is a block that begins where the device likes it."""
+    """Whether they are one matrix of which this part, padded, is a block that begins where the device likes it.
+
+    Its rows lie apart in memory: one that several samples share cannot be written over by each.
+    """
     (first, size), *more = gradients
     if more or not isinstance(first, Dense) or first.values.dim() != 2 or first.values.dtype != kind:
         return False
     end = part.start + _padded(part.stop - part.start, first.device)
     row, step = first.values.stride()
-    aligned = first.device.type == "cpu" or (part.start % TILE == 0 and row % TILE == 0 and step == 1)
-    return aligned and end <= first.values.shape[1] and (end == part.stop or part.stop == size)
+    apart = step == 1 and row >= first.values.shape[1]
+    aligned = first.device.type == "cpu" or (part.start % TILE == 0 and row % TILE == 0)
+    return apart and aligned and end <= first.values.shape[1] and (end == part.stop or part.stop == size)
 
 
 @dataclass(frozen=True)
