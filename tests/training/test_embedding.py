@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import modelmix as mm
 from modelmix.training import Trainer, clipping, make_private, random_labels
@@ -73,6 +74,26 @@ def test_columns_are_those_of_the_flat_vector_wherever_groups_cut():
     back, seen = torch.randn(3, 4), torch.randn(3, 5)
     whole = (back[:, :, None] * seen[:, None, :]).flatten(1).double()
     assert torch.equal(columns([(Outer(back, seen), 20)], slice(3, 17)), whole[:, 3:17])
+
+
+def test_columns_of_no_samples():
+    assert columns(flat(torch.zeros(0, D)), slice(3, 17)).shape == (0, 14)
+    e, part = CLIPS[1].sum(flat(torch.zeros(0, D)), random_basis(), torch.ones(0))
+    assert not e.any()
+    assert not part.total.any()
+
+
+def test_public_gradients_are_multiplied_as_they_are_in_bfloat16_alone():
+    """Products of float64 are not summed in float32, and those of float16 leave its range."""
+    with FakeTensorMode():  # says that it lies on an accelerator
+        kinds = {
+            kind: module._kept([(Dense(torch.empty(2, 8, dtype=kind, device="cuda")), 8)])
+            for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        }
+    assert kinds.pop(torch.bfloat16) == torch.bfloat16
+    assert set(kinds.values()) == {torch.float32}
+    here = Dense(torch.zeros(2, 8, dtype=torch.bfloat16))
+    assert module._kept([(here, 8)]) == torch.float64
 
 
 def test_columns_are_padded_with_zeros(monkeypatch):

@@ -178,11 +178,13 @@ def _precision(device: torch.device) -> torch.dtype:
 
 
 def _kept(gradients: Flat) -> torch.dtype:
-    """In which public gradients are multiplied: as they are, if they are one matrix in less than full precision."""
+    """In which public gradients are multiplied: in bfloat16, if they are one matrix of it where that is fast.
+
+    Nothing else has both the range of float32 and products that are summed in it.
+    """
     first = gradients[0][0]
-    if len(gradients) == 1 and isinstance(first, Dense) and first.values.is_cuda:
-        return first.values.dtype
-    return _precision(first.device)
+    one = len(gradients) == 1 and isinstance(first, Dense) and first.device.type == "cuda"
+    return torch.bfloat16 if one and first.dense().dtype == torch.bfloat16 else _precision(first.device)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
