@@ -76,6 +76,40 @@ def test_columns_are_those_of_the_flat_vector_wherever_groups_cut():
     assert torch.equal(columns([(Outer(back, seen), 20)], slice(3, 17)), whole[:, 3:17])
 
 
+@pytest.mark.parametrize(
+    ("width", "part", "held"),
+    [
+        (48, slice(0, 16), True),
+        (48, slice(16, 30), False),  # its padding would be its neighbour's numbers
+        (48, slice(32, 44), True),
+        (44, slice(32, 44), False),  # there is no padding
+        (44, slice(16, 32), True),
+    ],
+)
+def test_a_part_of_a_matrix_is_taken_as_it_is_where_zeros_or_nothing_follow(monkeypatch, width, part, held):
+    """Of 44 coordinates, padded to multiples of eight."""
+    monkeypatch.setattr(module, "_padded", lambda size, device: -(-size // 8) * 8)
+    matrix = torch.randn(3, width, dtype=torch.float64)
+    matrix[:, 44:] = 0.0
+    wanted, size = matrix[:, part].clone(), part.stop - part.start
+    found = columns([(Dense(matrix), 44)], part)
+    assert torch.equal(found[:, :size], wanted)
+    assert found.shape[1] % 8 == 0
+    assert not found[:, size:].any()
+    assert (found.untyped_storage().data_ptr() == matrix.data_ptr()) == held
+
+
+@pytest.mark.parametrize(
+    ("width", "start", "kind", "held"),
+    [(48, 16, torch.float32, True), (48, 12, torch.float32, False), (50, 16, torch.float32, False),
+     (48, 16, torch.bfloat16, False), (48, 16, torch.float64, False)],
+)  # fmt: skip
+def test_an_accelerator_takes_blocks_that_begin_where_it_likes_them(width, start, kind, held):
+    with FakeTensorMode():
+        gradients = [(Dense(torch.empty(3, width, dtype=kind, device="cuda")), width)]
+        assert module._held(gradients, slice(start, start + 8), torch.float32) == held
+
+
 def test_columns_of_no_samples():
     assert columns(flat(torch.zeros(0, D)), slice(3, 17)).shape == (0, 14)
     e, part = CLIPS[1].sum(flat(torch.zeros(0, D)), random_basis(), torch.ones(0))
@@ -145,6 +179,16 @@ def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span(precision
     assert torch.allclose(basis.reconstruct(x), v @ x)
 
 
+def test_chunks_of_public_gradients_may_lie_in_one_place(precision):
+    """Each written over the one before, as a replayed graph does."""
+    rows = torch.randn(30, 208, generator=torch.Generator().manual_seed(0)).to(precision)
+    layout, buffer = Embedding((torch.zeros(30, 1), torch.zeros(30)), 12, 3).layout(208), torch.empty_like(rows[:10])
+    replayed = ([(Dense(buffer.copy_(part)), 208)] for part in torch.split(rows, 10))
+    kept = [[(Dense(part), 208)] for part in torch.split(rows, 10)]
+    one, other = (dense(find_basis(layout, chunks, torch.Generator().manual_seed(1))) for chunks in (replayed, kept))
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
 @pytest.mark.parametrize("spread", [0.0, -4.0, -9.0])
 def test_columns_are_orthonormal_however_alike_they_were(spread, kind):
@@ -197,8 +241,10 @@ def test_public_gradients_that_are_not_finite_make_no_basis(bad):
 CLIPS = [EmbeddingClip(5.0, 2.0), EmbeddingClip(5.0, 2.0, 4, math.hypot(5, 2)), EmbeddingClip(0.1, 3.0, 25, 3.0)]
 
 
-def contribution(clip, basis, row):
-    e, part = clip.sum(flat(row[None]), basis, torch.ones(1))
+def contribution(clip, basis, row, matrix=False):
+    """In parts, or as a matrix that may be written over."""
+    given = [(Dense(row[None].to(module._precision(row.device))), D)] if matrix else flat(row[None])
+    e, part = clip.sum(given, basis, torch.ones(1))
     return e, part.total, basis.reconstruct(e) + part.total
 
 
@@ -207,12 +253,12 @@ def contribution(clip, basis, row):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.floats(1e-3, 1e4), hot=st.integers(0, D - 1), heat=st.floats(0, 1e4), seed=st.integers(0, 50),
-    stretch=st.sampled_from([1.0, 0.3, 1.7]),
+    stretch=st.sampled_from([1.0, 0.3, 1.7]), matrix=st.booleans(),
 )  # fmt: skip
-def test_one_sample_keeps_every_bound_whatever_the_basis(clip, size, hot, heat, seed, stretch):
+def test_one_sample_keeps_every_bound_whatever_the_basis(clip, size, hot, heat, seed, stretch, matrix):
     row = size * torch.randn(D, generator=torch.Generator().manual_seed(seed))
     row[hot] += heat
-    e, r, whole = contribution(clip, random_basis(seed, stretch=stretch), row)
+    e, r, whole = contribution(clip, random_basis(seed, stretch=stretch), row, matrix)
     assert torch.isfinite(whole).all()
     root = math.sqrt(clip.p)
     assert e.norm() <= clip.c0
@@ -361,6 +407,10 @@ def test_a_matrix_of_gradients_is_taken_apart_as_its_parts_are(precision, clip, 
     torch.testing.assert_close(found.norms, right.norms, equal_nan=True)
     assert torch.isnan(found.norms).sum() == 1
     assert torch.equal(found.truncated, right.truncated)
+    matrix.fill_(math.nan)  # as the next chunk may write over it
+    torch.testing.assert_close(e, right_e)
+    torch.testing.assert_close(found.total, right.total)
+    torch.testing.assert_close(found.norms, right.norms, equal_nan=True)
 
 
 @pytest.mark.parametrize("clip", CLIPS)
@@ -399,7 +449,8 @@ def test_a_gradient_too_long_to_be_measured_adds_nothing_and_is_reported(at):
 
 
 @pytest.mark.parametrize("broken", ["c0", "c1", "c", "top"])
-def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
+@pytest.mark.parametrize("matrix", [False, True])
+def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken, matrix):
     """If clipping were wrong for one of two samples, the sum that results is one that no step takes."""
     clip, right = CLIPS[1], module._scale
     whole = [clip.c, clip.c / 2, (clip.c - 2) / 2]
@@ -414,7 +465,17 @@ def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
         groups = slice(0, 20), slice(20, D)
         basis = Basis(tuple((part, torch.eye(part.stop - part.start, 3, dtype=torch.float64)) for part in groups))
         row = 100 * torch.eye(D)[20]
-    _, part = clip.sum(flat(torch.stack([row, 1e-4 * row])), basis, torch.ones(2))
+    rows = torch.stack([row, 1e-4 * row])
+    _, part = clip.sum([(Dense(rows.double()), D)] if matrix else flat(rows), basis, torch.ones(2))
+    assert not torch.isfinite(part.total).any()
+
+
+def test_one_matrix_is_past_a_bound_by_little(monkeypatch):
+    """What is kept of a residual's size is that of the residual."""
+    right = module._scale
+    monkeypatch.setattr(module, "_scale", lambda c, s: right(c, s) * (1 + 1e-4 * (c == 2.0)))
+    rows = 100 * torch.randn(2, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _, part = EmbeddingClip(5.0, 2.0).sum([(Dense(rows), D)], random_basis(), torch.ones(2))
     assert not torch.isfinite(part.total).any()
 
 

@@ -83,6 +83,18 @@ def test_the_bounds_hold_for_what_a_compiled_chunk_sums(p):
     torch.testing.assert_close(each.sum(0), whole, rtol=1e-9, atol=1e-12)
 
 
+def test_a_basis_is_found_in_float64():
+    """Products of which cannot be summed in less."""
+    model, (x, y) = network(), batch(32)
+    engine = Engine(model, F.cross_entropy, (x, y), precision="float64", compiled=True)
+    public = engine.gradients(views(model), x, y, rounded=True)
+    assert public[0][0].dense().dtype == torch.float64
+    layout = Embedding((x, y), 20, 3).layout(FlatParameters(model).size)
+    for _, v in find_basis(layout, [public], torch.Generator("cuda").manual_seed(0)).parts:
+        one = torch.eye(v.shape[1], dtype=v.dtype, device="cuda")
+        torch.testing.assert_close(v.T @ v, one, rtol=0, atol=2.0**-14)
+
+
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 @pytest.mark.parametrize("clip", [EmbeddingClip(0.05, 0.02), EmbeddingClip(0.05, 0.02, 25, math.hypot(0.05, 0.02))])
 def test_the_bounds_hold_for_embedded_gradients(clip, precision):

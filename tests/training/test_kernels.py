@@ -312,7 +312,7 @@ def test_gradients_too_long_for_float32_to_scale_add_nothing(everywhere, monkeyp
         assert float(total.abs().max()) <= clip.coordinate_bound
     basis = embedding.Basis(((slice(0, 512), torch.eye(512, 2, dtype=torch.float64)),))
     for whole in (math.inf, math.hypot(2.5 * c, c)):
-        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum([(Dense(rows), 512)], basis, one)
+        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum([(Dense(rows.clone()), 512)], basis, one)
         assert bool(torch.isfinite(part.total).all())
         assert float(part.total.norm()) <= c
         assert float((basis.reconstruct(e) + part.total).norm()) <= whole
