@@ -655,6 +655,12 @@ def test_public_labels_must_be_of_the_model():
         trainer(PLAIN, Embedding((small_data(20, 9)[0], random_labels(20, 3)), 6, 1000))
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_sample_has_its_own_weight(count):
+    with pytest.raises(mm.ModelMixError, match="cannot be summed with"):
+        CLIPS[0].sum(flat(torch.randn(3, D)), random_basis(), torch.ones(count))
+
+
 @pytest.mark.parametrize("clips", [(1e-150, 1.0), (1.0, 1e-150), (0.0, 1.0), (1.0, math.nan)])
 def test_clips_that_cannot_be_measured_are_refused(clips):
     with pytest.raises(mm.ModelMixError, match=r"c = |finite"):

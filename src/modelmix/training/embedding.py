@@ -321,6 +321,11 @@ class EmbeddingClip:
             gradients: row i belongs to sample i. A matrix of them may be written over.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
+        m = weights.shape[0]
+        if any(g.samples != m for g, _ in gradients):  # one weight for several would let a sample add several times
+            raise ModelMixError(
+                f"gradients of {sorted({g.samples for g, _ in gradients})} samples cannot be summed with {m} weights."
+            )
         drawn = weights.to(basis.device) > 0
         apart = _Apart(gradients, basis, whole=self.c < math.inf)
         found, squares = [], torch.zeros_like(drawn, dtype=torch.float64)
