@@ -155,6 +155,7 @@ def test_padding_makes_public_chunks_one_shape_and_is_told_apart():
         assert torch.cat([x[:count] for x, _, count in chunks]).flatten().tolist() == list(range(10))
         assert [len(y) for _, y, _ in chunks] == ([4, 4, 4] if padded else [4, 4, 2])
     assert [len(y) for _, y, _ in embedding.chunks(64, torch.device("cpu"), True)] == [10]
+    assert [len(y) for _, y, _ in embedding.chunks(6, torch.device("cpu"), True)] == [5, 5], "little is padding"
 
 
 def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span(precision):
@@ -407,6 +408,8 @@ def test_a_matrix_of_gradients_is_taken_apart_as_its_parts_are(precision, clip, 
     torch.testing.assert_close(found.norms, right.norms, equal_nan=True)
     assert torch.isnan(found.norms).sum() == 1
     assert torch.equal(found.truncated, right.truncated)
+    written = not torch.equal(matrix[0, :size], rows[0])
+    assert written == (clip.c == math.inf), "residuals take the place of gradients that are not needed again"
     matrix.fill_(math.nan)  # as the next chunk may write over it
     torch.testing.assert_close(e, right_e)
     torch.testing.assert_close(found.total, right.total)
