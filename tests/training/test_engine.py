@@ -100,6 +100,20 @@ def test_compiled_and_not_compiled_agree(fast_compiler, name, precision):
     assert len(one._gradients) == 1
 
 
+@pytest.mark.parametrize(("precision", "kind"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_gradients_are_rounded_where_that_is_asked_for_and_nowhere_else(fast_compiler, precision, kind):
+    """Whoever asks first, and for however many rows of a sample."""
+    model, x, y = case("images")
+    engine = Engine(model, F.cross_entropy, (x, y), precision=precision, compiled=True)
+    (public, size), *_ = engine.gradients(views(model), x, y, rounded=True)
+    (private, _), *_ = engine.gradients(views(model), x, y)
+    (of_two, _), *_ = engine.gradients(views(model), x, y, 2)
+    assert (public.dense().dtype, private.dense().dtype) == (kind, torch.float32)
+    assert public.dense().shape == private.dense().shape == (6, -(-size // 8) * 8)
+    torch.testing.assert_close(public.dense(), private.dense().to(kind))
+    torch.testing.assert_close(of_two.dense(), private.dense().reshape(3, 2, -1).mean(1), rtol=0.05, atol=1e-3)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler on a processor")
 def test_the_real_compiler_keeps_the_bounds():
     """Where it computes a value twice it may round it twice: once for the norm, and otherwise for the sum."""

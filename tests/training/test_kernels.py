@@ -92,14 +92,15 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
 
 
 @given(
-    st.integers(1, 70), st.integers(1, 600), st.sampled_from([0, 8]), st.sampled_from([None, 0.01, 0.3]),
+    st.integers(1, 70), st.integers(1, 600), st.sampled_from([0, 8, None]), st.sampled_from([None, 0.01, 0.3]),
     st.sampled_from([1, 2]),
 )  # fmt: skip
 @settings(max_examples=15)
 def test_both_passes_of_clipping(m, width, behind, bound, norm):
-    """Of rows that follow each other, and of parts of longer ones."""
+    """Of rows that follow each other, of parts of longer ones, and of rows that do not lie in one piece."""
     torch.manual_seed(m + width)
-    rows = (torch.randn(m, width + behind) * 10.0 ** torch.randint(-20, 10, (m, 1)))[:, :width]
+    rows = (torch.randn(m, width + (behind or 0)) * 10.0 ** torch.randint(-20, 10, (m, 1)))[:, :width]
+    rows = rows.T.contiguous().T if behind is None else rows
     wanted = Dense(rows.double())
     torch.testing.assert_close(kernels.powers(rows, norm), wanted.powers(norm), rtol=1e-13, atol=0)
     scale = torch.rand(m, dtype=torch.float64)
@@ -256,7 +257,7 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
 def test_sizes_of_what_a_sample_adds(m, width, seed):
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     image = torch.randn(m, width, generator=generator, dtype=torch.float64)
-    r, g = torch.randn(m, width, generator=generator), torch.randn(m, width + 8, generator=generator)[:, :width]
+    r, g = torch.randn(2, m, width + 8, generator=generator)[:, :, :width]
     shorter, smaller = torch.rand(2, m, generator=generator, dtype=torch.float64)
     shorter[0], smaller[-1], bound = 0.0, 0.0, wide(0.3)
     image[0], r[-1], g[-1] = math.inf, math.nan, math.inf  # not read, as their factors are 0
