@@ -607,6 +607,21 @@ def test_chunks_and_engines_do_not_change_a_run(rule, monkeypatch):
         assert torch.allclose(states[0].last, other.last, atol=1e-5)
 
 
+@pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_matrices_that_are_written_over_do_not_change_a_run(mechanism, monkeypatch):
+    """In float64 a processor holds all coordinates of a compiled chunk, as an accelerator does in float32."""
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+    held, right = [], module._held
+    monkeypatch.setattr(module, "_held", lambda *a: (held.append(right(*a)), held[-1])[1])
+    states = []
+    for way in ({"compiled": False}, {"compiled": True, "chunk": 7}):
+        held.clear()
+        more = {"performance": mm.Performance(precision="float64", **way)}
+        states.append(trainer(mechanism, momentum=0.5, **more).run(3, progress=False).state)
+        assert all(held) == any(held) == way["compiled"]
+    torch.testing.assert_close(states[0].last, states[1].last, rtol=0, atol=1e-9)
+
+
 def test_the_ledger_holds_the_mechanism_and_epsilon_is_of_it():
     run = trainer(MIXED).run(3, progress=False)
     assert run.ledger == mm.Ledger().add(MIXED, 3)
