@@ -18,7 +18,7 @@ from modelmix.training import Trainer, clipping, make_private, random_labels
 from modelmix.training import embedding as module
 from modelmix.training.clipping import MARGIN
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
-from modelmix.training.engines import compiled
+from modelmix.training.engines import Engine, compiled
 from modelmix.training.gradients import Dense, Outer
 
 SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
@@ -605,6 +605,19 @@ def test_chunks_and_engines_do_not_change_a_run(rule, monkeypatch):
     states = [trainer(MIXED, performance=mm.Performance(**way), **rule).run(4, progress=False).state for way in ways]
     for other in states[1:]:
         assert torch.allclose(states[0].last, other.last, atol=1e-5)
+
+
+def test_public_gradients_may_be_rounded_and_private_ones_are_not(monkeypatch):
+    asked, right = [], Engine.gradients
+
+    def gradients(engine, parameters, inputs, *rest, rounded=False):
+        asked.append((len(inputs), rounded))
+        return right(engine, parameters, inputs, *rest, rounded=rounded)
+
+    monkeypatch.setattr(Engine, "gradients", gradients)
+    run = trainer(mm.EmbeddingMechanism(1.0, 1.0), performance=mm.Performance(chunk=64))
+    run.run(1, progress=False)
+    assert asked == [(20, True), (60, False)]
 
 
 @pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
