@@ -386,17 +386,54 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch, tmp_path, 
 # Pretrained networks: the packages are stood in for, since their weights are large.
 
 
+class Block(nn.Module):
+    """Named as the package names its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self._expand_conv, self._bn0 = nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6)
+        self._depthwise_conv, self._bn1 = nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6)
+        self._project_conv, self._bn2 = nn.Conv2d(6, 4, 1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = self._bn0(self._expand_conv(x)).clamp(0, 6)
+        x = self._bn1(self._depthwise_conv(x)).clamp(0, 6)
+        return self._bn2(self._project_conv(x))
+
+
 class Small(nn.Module):
     """Called as the package's network is."""
 
     def __init__(self, size):
         super().__init__()
-        self.size, self._conv = size, nn.Conv2d(3, 5, 3)
+        self.size, self._block = size, Block()
+        self._conv_stem, self._bn0 = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+        self._conv_head, self._bn1 = nn.Conv2d(4, 5, 1, bias=False), nn.BatchNorm2d(5)
 
     def extract_features(self, x):
         assert x.shape[2:] == (self.size, self.size)
         assert not self.training
-        return self._conv(x)
+        x = self._block(self._bn0(self._conv_stem(x)).clamp(0, 6))
+        return self._bn1(self._conv_head(x)).clamp(0, 6)
+
+
+def test_batch_norm_within_convolutions_leaves_features_as_they_were():
+    from modelmix.features.pretrained import _Penultimate
+
+    torch.manual_seed(0)
+    network = Small(12)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.running_mean, module.weight.data, module.bias.data):
+                tensor.normal_()
+            module.running_var.uniform_(0.1, 3)
+    x = torch.randn(3, 3, 12, 12)
+    with torch.no_grad():
+        wanted = network.eval().extract_features(x).mean((2, 3))
+        found = _Penultimate(network, torch.device("cpu"))(x)
+    assert wanted.std() > 0.1
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in network.modules())
 
 
 def test_a_pretrained_network_by_name(monkeypatch, tmp_path):
