@@ -150,7 +150,7 @@ def test_what_privacy_costs_is_told_where_both_were_run():
         {"row": "cifar10-eps2", "table": "transfer"},
     )
     private = result(92.4, **ours), result(91, "best", **ours)
-    told = "cifar10-eps2: points below 95.0, the best run without privacy: plain DP-SGD 2.6, best proved 4.0."
+    told = "cifar10-eps2: points below 95.00, the best run without privacy: plain DP-SGD 2.60, best proved 4.00."
     assert told in page(free, *private).splitlines()
     for some in (private, (free,)):
         assert "without privacy:" not in page(*some).replace("Without privacy: noise", "")

@@ -103,8 +103,8 @@ def lost(table: Table, summary: Summary) -> list[str]:
         if without is None or math.isinf(row.epsilon) or not cells:
             continue
         best = without.middle.reported
-        points = ", ".join(f"{HEADINGS[cell.kind]} {best - cell.middle.reported:.1f}" for cell in cells)
-        out.append(f"{row.name}: points below {best:.1f}, the best run without privacy: {points}.")
+        points = ", ".join(f"{HEADINGS[cell.kind]} {best - cell.middle.reported:.2f}" for cell in cells)
+        out.append(f"{row.name}: points below {best:.2f}, the best run without privacy: {points}.")
     return out
 
 
