@@ -156,7 +156,9 @@ def test_several_networks_stand_beside_each_other(data, tmp_path, monkeypatch, m
     recipe = Recipe(**{**BASE, "features": both, "model": "linear"}, mirror=mirror)
     plain = prepare(recipe, data, torch.device("cpu")).data
     assert plain.train.x.shape == (40, 6 + 7)
+    asked.clear()
     alone = prepare(recipe.changed(features="efficientnet-lite1"), data, torch.device("cpu")).data
+    assert max(count for _, count in asked) < 20  # a network that stood beside another is not asked again
     assert torch.equal(plain.train.x[:, :6], alone.train.x)
     x = torch.randint(0, 256, (20, *data.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     np.savez(tmp_path / "public.npz", x=x.numpy())
@@ -168,6 +170,7 @@ def test_several_networks_stand_beside_each_other(data, tmp_path, monkeypatch, m
     assert max(count for _, count in asked) < 20  # nobody is asked for all images again: caches know them
     transform = sources.transform(white, torch.device("cpu"), x)
     assert transform.transform.blocks == (6, 7)
+    assert not sources.transform(recipe, torch.device("cpu")).lasting  # caches of each are of all images
 
 
 def test_a_recipe_that_says_what_is_meant_anyhow_is_the_same_recipe():

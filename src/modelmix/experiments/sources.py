@@ -107,13 +107,15 @@ def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None
     from modelmix.features.whitening import Logarithm, Root, Whitened
 
     kind, found = kind_of(str(recipe.features)), _found(recipe, device)
-    if recipe.components is None:
-        return found[0] if len(found) == 1 else Joined(found)
-    if kind == "scatter":
-        found = tuple(Logarithm(one) for one in found)
-    elif kind in EXTRACTORS:  # networks are slow, and what they say does not change with what whitens it
-        found = tuple(Root(Kept(one)) for one in found)
+    if kind in EXTRACTORS and (len(found) > 1 or recipe.components is not None):
+        # Networks are slow, and what one says does not change with what whitens it or stands beside it.
+        found = tuple(Kept(one) for one in found)
+    if recipe.components is not None and kind in ("scatter", *EXTRACTORS):
+        bent = Logarithm if kind == "scatter" else Root
+        found = tuple(bent(one) for one in found)
     one = found[0] if len(found) == 1 else Joined(found)
+    if recipe.components is None:
+        return one
     return Whitened(one, str(recipe.normalise) if public is None else public, recipe.components)
 
 

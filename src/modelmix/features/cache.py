@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -109,6 +109,8 @@ class Kept:
     """A slow transform whose features are cached before others are made of them; under its own name."""
 
     transform: Transform
+
+    lasting: ClassVar[bool] = False  # caches are of all images, not of those that another process left over
 
     @property
     def name(self) -> str:

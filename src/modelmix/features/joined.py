@@ -25,6 +25,10 @@ class Joined:
     version: ClassVar[int] = 1  # count up whenever the features of any image change
 
     @property
+    def lasting(self) -> bool:
+        return all(getattr(t, "lasting", True) for t in self.transforms)
+
+    @property
     def name(self) -> str:
         return "-".join(t.name for t in self.transforms)
 
