@@ -15,6 +15,7 @@ from modelmix.errors import ModelMixError
 from modelmix.models.networks import Pixels, cnn
 from modelmix.models.residual import StandardisedConv2d
 from modelmix.training.clipping import Clip
+from modelmix.training.embedding import columns
 from modelmix.training.engines import Engine, compiled
 from modelmix.training.parameters import FlatParameters
 
@@ -72,6 +73,10 @@ def views(model, factor=1.0):
     return flat.views(factor * flat.read())
 
 
+def whole(gradients):
+    return columns(gradients, slice(0, sum(p.numel() for p in gradients.parameters.values())))
+
+
 def sums(engine, model, x, y, clip, factor=1.0):
     weights = torch.ones(len(y), dtype=torch.float64)
     weights[-1] = 0
@@ -89,29 +94,53 @@ def test_compiled_and_not_compiled_agree(fast_compiler, name, precision):
         torch.testing.assert_close(mine.norms, right.norms, rtol=1e-6, atol=0)
         assert mine.norms.numel() == 5
     for factor in (1.0, 1.1):
-        found = [engine.gradients(views(model, factor), x, y) for engine in (one, other)]
-        (matrix, size), *more = found[0]
-        assert not more
-        assert not matrix.dense()[:, size:].any()
-        mine, right = (torch.cat([g.dense().flatten(1)[:, :size] for g, size in parts], 1) for parts in found)
+        mine, right = (whole(engine.gradients(views(model, factor), x, y)) for engine in (one, other))
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-7)
     assert one._compile
     assert len(one._compiled) == 2  # with and without truncation; other weights and clips need no other trace
-    assert len(one._gradients) == 1
+    assert len(one._seen) == 1
 
 
-@pytest.mark.parametrize(("precision", "kind"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
-def test_gradients_are_rounded_where_that_is_asked_for_and_nowhere_else(fast_compiler, precision, kind):
-    """Whoever asks first, and for however many rows of a sample."""
-    model, x, y = case("images")
-    engine = Engine(model, F.cross_entropy, (x, y), precision=precision, compiled=True)
-    (public, size), *_ = engine.gradients(views(model), x, y, rounded=True)
-    (private, _), *_ = engine.gradients(views(model), x, y)
-    (of_two, _), *_ = engine.gradients(views(model), x, y, 2)
-    assert (public.dense().dtype, private.dense().dtype) == (kind, torch.float32)
-    assert public.dense().shape == private.dense().shape == (6, -(-size // 8) * 8)
-    torch.testing.assert_close(public.dense(), private.dense().to(kind))
-    torch.testing.assert_close(of_two.dense(), private.dense().reshape(3, 2, -1).mean(1), rtol=0.05, atol=1e-3)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+def test_gradients_are_those_of_every_sample_for_any_part_of_the_vector(name, engine):
+    """Against one sample at a time, wherever the part is cut and however many rows a sample has."""
+    model, x, y = case(name)
+    chosen = Engine(model, F.cross_entropy, (x, y), name=engine)
+    found, each = chosen.gradients(views(model), x, y), []
+    for a, b in zip(x, y, strict=True):
+        loss = F.cross_entropy(model(a[None]), b[None])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        each.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]))
+    right = torch.stack(each).double()
+    d = right.shape[1]
+    for part in (slice(0, d), slice(0, d // 3), slice(d // 3, 2 * d // 3 + 1), slice(d - 5, d)):
+        for _ in range(2):  # as often as one likes
+            torch.testing.assert_close(columns(found, part), right[:, part], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(columns(found.first(4), slice(3, d)), right[:4, 3:], rtol=1e-4, atol=1e-6)
+    two = chosen.gradients(views(model), x, y, 2)
+    torch.testing.assert_close(whole(two), right.reshape(3, 2, d).mean(1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+def test_every_part_sees_the_same_dropout_and_every_chunk_another(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 3))
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    chosen = Engine(model, F.cross_entropy, (x, y), name=engine)
+    one, other = (chosen.gradients(views(model), x, y) for _ in range(2))
+    (first, dropped), (first_again, dropped_again) = (
+        (columns(g, slice(0, 140)), columns(g, slice(140, 203))) for g in (one, other)
+    )
+    torch.testing.assert_close(
+        columns(one, slice(100, 203)), torch.cat([first[:, 100:], dropped], 1), rtol=1e-6, atol=1e-8
+    )
+    # What is dropped has no gradient in either layer.
+    gone = dropped[:, :60].reshape(8, 3, 20).abs().sum(1) == 0
+    assert gone.any()
+    assert not first[:, 120:][gone].any()
+    assert not torch.equal(dropped, dropped_again)
+    assert not torch.equal(first, first_again)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler on a processor")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known import Known
 from torch import nn
 
 from modelmix.errors import ModelMixError
@@ -145,7 +146,7 @@ def test_a_standardised_convolution(everywhere, kernel, stride, padding, copies,
     before = layer._conv_forward(x, unit, None)
     g = torch.randn_like(before)
     with torch.no_grad():
-        found = standardised(layer, unit, r.flatten() * layer.gain, before, x, g, copies)
+        found = standardised(layer, {}, unit, r.flatten() * layer.gain, before, x, g, copies)
         wanted = reparametrised(layer.double(), dict(layer.named_parameters()), x.double(), g.double(), copies)
     for name, _ in layer.named_parameters():
         assert (found[name].dense().double() - wanted[name].dense()).norm() <= 1e-5 * wanted[name].dense().norm()
@@ -313,7 +314,7 @@ def test_gradients_too_long_for_float32_to_scale_add_nothing(everywhere, monkeyp
         assert float(total.abs().max()) <= clip.coordinate_bound
     basis = embedding.Basis(((slice(0, 512), torch.eye(512, 2, dtype=torch.float64)),))
     for whole in (math.inf, math.hypot(2.5 * c, c)):
-        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum([(Dense(rows.clone()), 512)], basis, one)
+        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum(Known(Dense(rows)), basis, one)
         assert bool(torch.isfinite(part.total).all())
         assert float(part.total.norm()) <= c
         assert float((basis.reconstruct(e) + part.total).norm()) <= whole

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ from modelmix.privacy.validation import whole
 from modelmix.training import kernels
 from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
 from modelmix.training.engines.choice import rough
-from modelmix.training.gradients import TILE, Dense, Flat
+from modelmix.training.gradients import Dense, Unwritten
 from modelmix.training.sampling import TensorSource
 
 # What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
@@ -40,6 +40,7 @@ _ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart 
 _ROUNDING = {torch.float64: 2.0**-10, torch.float32: 2.0**-5}
 # How far from orthonormal columns may be, by the precision that they come in; 0 asks for all that float64 can do.
 _ENOUGH = {torch.float64: 0.0, torch.float32: 2.0**-14}
+_TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
 _ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of factors of 11 bits
 
 
@@ -52,9 +53,8 @@ class Embedding:
         public: (inputs, targets) of samples as the model takes them. Targets need not mean anything: see
             ``random_labels``.
         size: basis vectors in all.
-        groups: contiguous parts of the flat parameter vector, of equal sizes up to what is rounded to multiples of 8,
-            each with a basis of its own. The numbers of basis vectors are in proportion to the square roots of their
-            sizes.
+        groups: contiguous parts of the flat parameter vector, of equal sizes, each with a basis of its own. The
+            numbers of basis vectors are in proportion to the square roots of their sizes.
     """
 
     def __init__(self, public: tuple[Any, Any], size: int = 1000, groups: int = 3) -> None:
@@ -97,9 +97,7 @@ class Embedding:
         """(part of the flat vector, basis vectors) of every group."""
         if self.groups > coordinates:
             raise ModelMixError(f"groups = {self.groups} is too many for {coordinates} coordinates.")
-        tile = TILE if coordinates >= TILE**2 * self.groups else 1
-        ends = [*(coordinates * i // (self.groups * tile) * tile for i in range(self.groups)), coordinates]
-        parts = [slice(a, b) for a, b in pairwise(ends)]
+        parts = [slice(a, b) for a, b in pairwise(coordinates * i // self.groups for i in range(self.groups + 1))]
         roots = [math.sqrt(part.stop - part.start) for part in parts]
         wanted = [max(1, int(self.size * root / sum(roots) + 1e-9)) for root in roots]
         # More vectors than coordinates there cannot be, and more than samples say nothing.
@@ -144,26 +142,33 @@ class Basis:
 
 
 @torch.no_grad()
-def find_basis(layout: Sequence[tuple[slice, int]], chunks: Iterable[Flat], generator: torch.Generator) -> Basis:
+def find_basis(
+    layout: Sequence[tuple[slice, int]],
+    chunks: Iterable[Unwritten],
+    generator: torch.Generator,
+    precision: torch.dtype | None = None,
+) -> Basis:
     """One power iteration: the columns of G^T (G start), orthonormalised, G the public gradients of a group.
 
-    The sum over public samples is taken chunk by chunk, so that G is never held.
+    The sum over public samples is taken chunk by chunk and group by group: of G, one group of a chunk is held.
 
     Args:
         layout: of ``Embedding``.
-        chunks: the gradients of the public samples for every parameter, some samples at a time.
+        chunks: the gradients of the public samples, some samples at a time.
         generator: of the Gaussian start. Privacy does not rest on it.
+        precision: in which the model ran; where products of bfloat16 are fast, what ran in it is multiplied in it.
     """
     device = generator.device
     sizes = [(_padded(part.stop - part.start, device), _padded(k, device)) for part, k in layout]
     starts = [torch.randn(size, generator=generator, device=device, dtype=_precision(device)) for size in sizes]
-    sums = [torch.zeros_like(start) for start in starts]
+    sums, kind = [torch.zeros_like(start) for start in starts], _multiplied_in(precision, device)
+    starts = [start.to(kind) for start in starts]
     for gradients in chunks:
         for group, (part, _) in enumerate(layout):
-            g = columns(gradients, part, _kept(gradients))
-            starts[group] = starts[group].to(g.dtype)
+            g = columns(gradients, part, kind)
             with rough(device):
                 _add_product(sums[group], g.T, g @ starts[group])
+            del g  # before those of the next group
     starts.clear()
     tops = [torch.linalg.vector_norm(total, ord=math.inf) for total in sums]
     if not bool(torch.isfinite(torch.stack(tops)).all()):
@@ -177,14 +182,12 @@ def _precision(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
-def _kept(gradients: Flat) -> torch.dtype:
-    """In which public gradients are multiplied: in bfloat16, if they are one matrix of it where that is fast.
+def _multiplied_in(precision: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """In which public gradients are multiplied.
 
-    Nothing else has both the range of float32 and products that are summed in it.
+    Nothing but bfloat16 has both the range of float32 and products that are summed in it.
     """
-    first = gradients[0][0]
-    one = len(gradients) == 1 and isinstance(first, Dense) and first.device.type == "cuda"
-    return torch.bfloat16 if one and first.dense().dtype == torch.bfloat16 else _precision(first.device)
+    return torch.bfloat16 if precision == torch.bfloat16 and device.type == "cuda" else _precision(device)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -197,7 +200,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _padded(size: int, device: torch.device) -> int:
     """The next size that the device likes."""
-    return size if device.type == "cpu" else -(-size // TILE) * TILE
+    return size if device.type == "cpu" else -(-size // _TILE) * _TILE
 
 
 def _to_size(t: Tensor, *sizes: int) -> Tensor:
@@ -239,47 +242,38 @@ def _by_cholesky(vectors: Tensor, enough: float) -> Tensor | None:
     return vectors
 
 
-def columns(gradients: Flat, part: slice, kind: torch.dtype | None = None) -> Tensor:
+def columns(gradients: Unwritten, part: slice, kind: torch.dtype | None = None) -> Tensor:
     """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``.
 
-    Where gradients are a matrix that holds just that, it is a part of the matrix itself.
+    Written down layer by layer: beside what is returned, one layer's gradients are held.
 
     Args:
         kind: the precision; None is that in which gradients are taken apart.
     """
-    first, start, width = gradients[0][0], 0, part.stop - part.start
-    shape = first.samples, _padded(width, first.device)
-    kind = kind or _precision(first.device)
-    if _held(gradients, part, kind):
-        return first.dense()[:, part.start : part.start + shape[1]]
-    out = torch.empty(shape, dtype=kind, device=first.device)
-    out[:, width:] = 0.0
-    for g, size in gradients:
-        low, high = max(part.start - start, 0), min(part.stop - start, size)
+    device, m = gradients.device, gradients.samples
+    places, start = {}, 0
+    for name, p in gradients.parameters.items():
+        low, high = max(part.start - start, 0), min(part.stop - start, p.numel())
         if low < high:
-            place, values = out[:, start + low - part.start : start + high - part.start], g.dense()
-            held = values.shape[1:].numel()
-            if high - low == held:  # whatever the order in memory, one copy
-                place.view(values.shape).copy_(values)
-            else:
-                place.copy_(values.reshape(g.samples, held)[:, low:high])
-        start += size
+            places[name] = low, high, slice(start + low - part.start, start + high - part.start)
+        start += p.numel()
+    shape = m, _padded(part.stop - part.start, device)
+    out = torch.zeros(shape, dtype=kind or _precision(device), device=device)
+    met = set()
+    for name, g in gradients.of(places.keys()):
+        low, high, at = places[name]
+        place = out[:, at]
+        if high - low == gradients.parameters[name].numel():  # whatever the order in memory, one pass
+            values = g.dense()[:m]
+            place = place.view(values.shape)
+        else:
+            values = g.part(low, high)[:m]
+        if name in met:
+            place += values
+        else:
+            place.copy_(values)
+        met.add(name)
     return out
-
-
-def _held(gradients: Flat, part: slice, kind: torch.dtype) -> bool:
-    """Whether they are one matrix of which this part, padded, is a block that begins where the device likes it.
-
-    Its rows lie apart in memory: one that several samples share cannot be written over by each.
-    """
-    (first, size), *more = gradients
-    if more or not isinstance(first, Dense) or first.values.dim() != 2 or first.values.dtype != kind:
-        return False
-    end = part.start + _padded(part.stop - part.start, first.device)
-    row, step = first.values.stride()
-    apart = step == 1 and row >= first.values.shape[1]
-    aligned = first.device.type == "cpu" or (part.start % TILE == 0 and row % TILE == 0)
-    return apart and aligned and end <= first.values.shape[1] and (end == part.stop or part.stop == size)
 
 
 @dataclass(frozen=True)
@@ -310,26 +304,25 @@ class EmbeddingClip:
         return cls(c1 * mechanism.clip_ratio, c1, mechanism.p, whole_bound)
 
     @torch.no_grad()
-    def sum(self, gradients: Flat, basis: Basis, weights: Tensor) -> tuple[Tensor, ClippedSum]:
+    def sum(self, gradients: Unwritten, basis: Basis, weights: Tensor) -> tuple[Tensor, ClippedSum]:
         """The sum of clipped embeddings, and that of clipped residuals with what clipping met there.
 
-        In passes over the groups: lengths; where V e + r is bounded, how far it would stick out; then sums. Where it
-        does stick out for some sample, there is another, which sums what is shrunk more. What is summed is what was
-        measured: if it exceeded a bound, the sum is not a number, and no step takes it.
+        In passes over the groups, of which one is held at a time: lengths; where V e + r is bounded, how far it would
+        stick out; then sums. Where it does stick out for some sample, there is another, which sums what is shrunk
+        more. What is summed is what was measured: if it exceeded a bound, the sum is not a number, and no step takes
+        it.
 
         Args:
-            gradients: row i belongs to sample i. A matrix of them may be written over.
+            gradients: row i belongs to sample i.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
         m = weights.shape[0]
-        if any(g.samples != m for g, _ in gradients):  # one weight for several would let a sample add several times
-            raise ModelMixError(
-                f"gradients of {sorted({g.samples for g, _ in gradients})} samples cannot be summed with {m} weights."
-            )
+        if gradients.samples != m:  # one weight for several would let a sample add several times
+            raise ModelMixError(f"gradients of {gradients.samples} samples cannot be summed with {m} weights.")
         drawn = weights.to(basis.device) > 0
-        apart = _Apart(gradients, basis, whole=self.c < math.inf)
+        apart = _Apart(gradients, basis)
         found, squares = [], torch.zeros_like(drawn, dtype=torch.float64)
-        for group in range(len(basis.parts)):
+        for group in apart.groups():
             e, more = apart.first(group)
             found.append(e.double())
             squares += more
@@ -374,9 +367,9 @@ class EmbeddingClip:
         limit = self.c1 / math.sqrt(self.p)
         c = self.c * (1 - (MARGIN if basis.factors[0].dtype == torch.float64 else _ROOM))
         bound = c / math.sqrt(self.p)
-        most, squares = torch.zeros_like(smaller), torch.zeros_like(smaller)
-        for group, e in enumerate(_split(embeddings, basis)):
-            excess, more = _excess(*apart.both(group, e), shorter, smaller, limit, bound)
+        most, squares, pieces = torch.zeros_like(smaller), torch.zeros_like(smaller), _split(embeddings, basis)
+        for group in apart.groups():
+            excess, more = _excess(*apart.both(group, pieces[group]), shorter, smaller, limit, bound)
             most, squares = most.maximum(excess), squares + more
         return 1 / most.maximum(squares.sqrt() / c).clamp_min(1.0)
 
@@ -384,20 +377,23 @@ class EmbeddingClip:
         """The sum of residuals, scaled by ``smaller`` and truncated, and the sizes of all there is a bound on."""
         basis = apart.basis
         _, bound = Clip(self.c1, self.p).limits_on(basis.device)
-        totals, cuts, squares, images, wholes = [], [], [], [], []
-        for group, (e, (_, v)) in enumerate(zip(_split(embeddings, basis), basis.parts, strict=True)):
+        total = torch.cat([torch.zeros_like(v[:, 0]) for _, v in basis.parts])
+        cuts, squares, images, wholes, pieces = [], [], [], [], _split(embeddings, basis)
+        for group in apart.groups():
+            e, (part, v) = pieces[group], basis.parts[group]
             r = apart.residual(group, e)
-            total, cut = r.clipped_sum(smaller, None if self.p == 1 else bound)
-            totals.append(total[: v.shape[0]])
+            summed, cut = r.clipped_sum(smaller, None if self.p == 1 else bound)
+            total[part] = summed[: v.shape[0]]
             cuts.append(torch.zeros_like(smaller, dtype=torch.int64) if cut is None else cut)
             squares.append(r.powers(2))
             if self.c < math.inf:
                 own, whole = _sizes(e.double() @ basis.padded[group].T, r.values, shorter, smaller, bound)
                 images.append(own)
                 wholes.append(whole)
+            del r  # before those of the next group
         nothing = [(torch.zeros_like(smaller), torch.zeros_like(smaller))]
         return _Summed(
-            torch.cat(totals),
+            total,
             torch.stack(cuts).sum(0),
             torch.stack(squares).sum(0),
             _together(images or nothing),
@@ -424,56 +420,51 @@ class EmbeddingClip:
 class _Apart:
     """The gradients of a chunk, taken apart group by group: g, and r = g - V e.
 
-    Where gradients are a matrix, and so all there, residuals are kept as well, with their squares, in their place
-    unless ``whole`` asks for both. Else every pass computes those of one group at a time anew, from the same numbers
-    in the same way.
+    Every pass has those of one group at a time written down anew, from the same numbers in the same way. The residuals
+    of the last group stay, and the next pass begins with them.
     """
 
-    def __init__(self, gradients: Flat, basis: Basis, whole: bool) -> None:
+    def __init__(self, gradients: Unwritten, basis: Basis) -> None:
         self.basis = basis
-        self._whole = whole
         self._gradients = gradients
-        self._kept: dict[int, Dense] = {}
+        self._last: tuple[int, Dense] | None = None
+
+    def groups(self) -> list[int]:
+        """In the order of the next pass."""
+        ahead = list(range(len(self.basis.parts)))
+        return ahead[::-1] if self._last is not None and self._last[0] == ahead[-1] else ahead
 
     def first(self, group: int) -> tuple[Tensor, Tensor]:
         """The embeddings of a group, and the squares of its residuals."""
         g = self._columns(group)
         with rough(self.basis.device):
             e = g @ self.basis.factors[group]
-        r = self._residual(group, g, e)
-        squares = r.powers(2)
-        if group in self._kept:
-            self._kept[group] = replace(r, squares=squares)
-        return e, squares
+        r = self._keep(group, self._in_place(group, g, e))
+        return e, r.powers(2)
 
     def both(self, group: int, e: Tensor) -> tuple[Tensor, Tensor]:
         """g and r."""
         g = self._columns(group)
-        if group in self._kept:
-            return g, self._kept[group].values
-        return g, self._less(g, e, self.basis.factors[group])
+        with rough(g.device):
+            r = torch.addmm(g, e, self.basis.factors[group].T, alpha=-1)
+        return g, self._keep(group, r).values
 
     def residual(self, group: int, e: Tensor) -> Dense:
-        return self._kept[group] if group in self._kept else self._residual(group, self._columns(group), e)
+        if self._last is not None and self._last[0] == group:
+            return self._last[1]
+        return self._keep(group, self._in_place(group, self._columns(group), e))
 
     def _columns(self, group: int) -> Tensor:
+        self._last = None
         return columns(self._gradients, self.basis.parts[group][0])
 
-    def _residual(self, group: int, g: Tensor, e: Tensor) -> Dense:
-        v, held = self.basis.factors[group], _held(self._gradients, self.basis.parts[group][0], g.dtype)
-        if held and self._whole:
-            r = Dense(self._less(g, e, v))
-        else:
-            with rough(g.device):
-                r = Dense(g.addmm_(e, v.T, alpha=-1))
-        if held:
-            self._kept[group] = r
-        return r
-
-    @staticmethod
-    def _less(g: Tensor, e: Tensor, v: Tensor) -> Tensor:
+    def _in_place(self, group: int, g: Tensor, e: Tensor) -> Tensor:
         with rough(g.device):
-            return torch.addmm(g, e, v.T, alpha=-1)
+            return g.addmm_(e, self.basis.factors[group].T, alpha=-1)
+
+    def _keep(self, group: int, r: Tensor) -> Dense:
+        self._last = group, Dense(r)
+        return self._last[1]
 
 
 @dataclass(frozen=True)

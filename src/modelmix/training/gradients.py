@@ -7,9 +7,11 @@ answers are float64: what is measured and what is summed are the same numbers, w
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,6 +39,11 @@ class Gradients(ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """m x (shape)"""
+
+    def part(self, low: int, high: int) -> Tensor:
+        """m x (high - low): some coordinates of the flattened parameter."""
+        values = self.dense()
+        return values.reshape(self.samples, values.shape[1:].numel())[:, low:high]
 
     @abstractmethod
     def powers(self, norm: int) -> Tensor:
@@ -69,14 +76,33 @@ class Gradients(ABC):
         return Dense(self.dense() + other.dense())
 
 
-Flat = Sequence[tuple[Gradients, int]]
-"""The gradients of some samples for all parameters, in parts of the flat vector, each with its coordinates.
+class Unwritten(ABC):
+    """The gradients of some samples for all parameters, of which no more is written down than is asked for.
 
-A matrix may have zeros behind them, up to a multiple of ``TILE``.
-"""
+    Args:
+        parameters: by name, in the order of the flat vector.
+        samples: how many there are; rows behind them are padding.
+    """
 
-TILE = 8
-"""Matrices whose sizes are multiples of it are multiplied several times faster on accelerators."""
+    def __init__(self, parameters: Mapping[str, Tensor], samples: int) -> None:
+        self.parameters, self.samples = parameters, samples
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @abstractmethod
+    def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
+        """Those of some parameters, one after the other in any order.
+
+        Of a parameter that is used several times there may be several, which add up; of one that is not used, none.
+        """
+
+    def first(self, count: int) -> Unwritten:
+        """Those of the first samples."""
+        fewer = copy.copy(self)
+        fewer.samples = count
+        return fewer
 
 
 def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
@@ -95,6 +121,12 @@ def _room() -> int:
 
 def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _within(low: int, high: int, width: int) -> tuple[slice, slice]:
+    """The rows of a matrix that hold these coordinates, and where among theirs these are."""
+    rows = slice(low // width, -(-high // width))
+    return rows, slice(low - rows.start * width, high - rows.start * width)
 
 
 def _clamp(values: Tensor, bound: Tensor | float) -> Tensor:
@@ -200,6 +232,10 @@ class Outer(Gradients):
     def dense(self) -> Tensor:
         return self.back[:, :, None] * self.seen[:, None, :]
 
+    def part(self, low: int, high: int) -> Tensor:
+        rows, there = _within(low, high, self.seen.shape[1])
+        return Outer(self.back[:, rows], self.seen).dense().flatten(1)[:, there]
+
     def powers(self, norm: int) -> Tensor:
         if self.seen.dtype != torch.float64 and self.back.dtype != torch.float64:
             return Dense(self.back).powers(norm) * Dense(self._wide).powers(norm)
@@ -283,6 +319,13 @@ class Rows(Gradients):
     def dense(self) -> Tensor:
         table = self.values.new_zeros(self.samples, self.height, self.values.shape[2])
         return table.scatter_add(1, self.index[:, :, None].expand_as(self.values), self.values)
+
+    def part(self, low: int, high: int) -> Tensor:
+        rows, there = _within(low, high, self.values.shape[2])
+        inside = (self.index >= rows.start) & (self.index < rows.stop)
+        values = torch.where(inside[:, :, None], self.values, 0.0)
+        index = torch.where(inside, self.index - rows.start, 0)
+        return Rows(values, index, rows.stop - rows.start).dense().flatten(1)[:, there]
 
     def powers(self, norm: int) -> Tensor:
         return Dense(self.values).powers(norm)

@@ -391,12 +391,9 @@ class Trainer:
     def _find_basis(self, embedding: Embedding, parameters: dict[str, Tensor], draws: StepRandomness) -> Basis:
         """The basis of a step, from public samples and a released state alone."""
         chunks = embedding.chunks(self._chunk_size(), self._device, padded=self._engine.fixed_shapes)
-        public = (
-            [(g.first(count), size) for g, size in self._engine.gradients(parameters, inputs, targets, rounded=True)]
-            for inputs, targets, count in chunks
-        )
+        public = (self._engine.gradients(parameters, inputs, targets).first(count) for inputs, targets, count in chunks)
         layout = embedding.layout(self._flat.size)
-        return find_basis(layout, public, draws.generator("basis", self._device))
+        return find_basis(layout, public, draws.generator("basis", self._device), self._engine.precision)
 
     def _account(self, step: int, mechanism: Mechanism) -> None:
         """The ledger line of a step, before its state exists."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from modelmix.training.engines import hooks, universal
 from modelmix.training.gradients import Dense, Gradients
 
 Loss = universal.Loss
-PerSample = Callable[[nn.Module, Loss, dict[str, Tensor], Any, Any, int], dict[str, Gradients]]
+PerSample = Callable[..., dict[str, Gradients]]
 
 ENGINES: dict[str, PerSample] = {
     "hooks": hooks.per_sample,
@@ -51,14 +52,25 @@ def gradients_of_chunk(
 ) -> list[Gradients]:
     """The gradient of every sample for every parameter, in order; every sample is ``copies`` rows in a row."""
     m = rows((inputs, targets)) // copies
-    inputs, targets = tree_map(lambda t: t.detach(), (inputs, targets))
+    with unchanged(parameters):
+        found = ENGINES[engine](model, loss, parameters, *detached(inputs, targets), copies) if m else {}
+    return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
+
+
+@contextmanager
+def unchanged(parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Refuses a model that writes to what is trained while it runs."""
     before = [p._version for p in parameters.values()]
-    found = ENGINES[engine](model, loss, parameters, inputs, targets, copies) if m else {}
+    yield
     if before != [p._version for p in parameters.values()]:
         raise ModelMixError(
             "the model changes its trained parameters while it runs (max_norm?): only steps may do that."
         )
-    return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
+
+
+def detached(inputs: Any, targets: Any) -> tuple[Any, Any]:
+    out: tuple[Any, Any] = tree_map(lambda t: t.detach(), (inputs, targets))
+    return out
 
 
 def sum_of_chunk(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.gradients import TILE, Dense, Gradients
+from modelmix.training.engines.chunk import rows
+from modelmix.training.engines.hooks import Use
+from modelmix.training.engines.unwritten import OfUses
+from modelmix.training.gradients import Dense, Gradients, Unwritten
 
 _TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
 _CHECKED = 32  # samples on which both are compared
@@ -28,6 +33,9 @@ Stamps = list[tuple[Tensor, int]]
 
 Take = Callable[[dict[str, Tensor], Any, Any], list[Gradients]]
 """The gradients of the samples of a chunk, given as parameters, inputs and targets."""
+
+See = Callable[[dict[str, Tensor], Any, Any], list[Use]]
+"""What the layers see of a chunk, given in the same way."""
 
 Reference = Callable[[slice, Tensor, Clip], ClippedSum]
 """The sum of some rows of a chunk, given with the weights of their samples, uncompiled and in full precision."""
@@ -111,6 +119,11 @@ class Line:
         self._graph.replay()
         return self._out
 
+    @property
+    def steady(self) -> Any:
+        """What is the same in most calls, as the last one had it."""
+        return self._case[0]
+
     def _compute(self) -> tuple[Tensor, ...]:
         with torch.no_grad():
             out: tuple[Tensor, ...] = self._run(*self._case)
@@ -166,47 +179,56 @@ class Compiled:
         return ClippedSum(total, norms, cut, weights > 0)
 
 
-class CompiledGradients:
-    """The gradients of the samples of chunks of the shapes of the first one, every coordinate of them.
+class CompiledUses:
+    """What the layers see of chunks of the shapes of the first one; gradients are computed from it, uncompiled.
 
     Args:
-        take, parameters, inputs, targets, copies, reference: as of ``Compiled``.
-        kind: the precision of the matrix; None is the widest of the gradients.
+        see: the uses of layers in a chunk, given as parameters, inputs and targets.
+        parameters, inputs, targets, copies, reference: as of ``Compiled``.
     """
 
     _CLIP = Clip(1.0)
 
     def __init__(
         self,
-        take: Take,
+        see: See,
         parameters: dict[str, Tensor],
         inputs: Any,
         targets: Any,
         copies: int,
         reference: Reference,
-        kind: torch.dtype | None = None,
     ) -> None:
-        def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor]:
-            # In the order of the flat vector, so that any part of it is one piece of every row.
-            pieces = [g.dense().reshape(g.samples, -1) for g in take(parameters, inputs, targets)]
-            missing = -sum(piece.shape[1] for piece in pieces) % TILE
-            pieces.append(pieces[0].new_zeros(len(pieces[0]), missing))
-            return (torch.cat([piece if kind is None else piece.to(kind) for piece in pieces], 1),)
+        def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+            uses = see(parameters, inputs, targets)
+            self._uses = [(replace(use, seen=()), len(use.seen)) for use in uses]
+            return tuple(t for use in uses for t in use.seen)
 
-        few = slice(_CHECKED * copies)
-        plain = take(parameters, *tree_map(lambda t: t[few], (inputs, targets)))
-        ones = torch.ones(plain[0].samples, dtype=torch.float64, device=plain[0].device)
-        right = self._CLIP.sum(plain, ones)
+        few, self._samples = slice(_CHECKED * copies), rows((inputs, targets)) // copies
+        count = min(_CHECKED, self._samples)
+        some = tree_map(lambda t: t[few], (inputs, targets))
+        plain = self._summed(OfUses(see(parameters, *some), parameters, count))
         self._line = Line(line, parameters, inputs, targets)
         if not self._line.draws:
-            (mine,) = self._line(parameters, inputs, targets)
-            mine = mine[: len(ones), : sum(p.numel() for p in parameters.values())]
-            require_equal(self._CLIP.sum([mine], ones), right, reference(few, ones, self._CLIP))
+            mine = self._summed(self(parameters, inputs, targets).first(count))
+            ones = torch.ones(count, dtype=torch.float64, device=plain.total.device)
+            require_equal(mine, plain, reference(few, ones, self._CLIP))
         self._line.capture()
 
-    def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Gradients:
-        """m x all coordinates, and zeros up to a multiple of ``TILE``."""
-        return Dense(self._line(parameters, inputs, targets)[0])
+    def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Unwritten:
+        """The next call may write over them."""
+        found = iter(self._line(parameters, inputs, targets))
+        uses = [replace(use, seen=tuple(islice(found, count))) for use, count in self._uses]
+        return OfUses(uses, self._line.steady, self._samples)
+
+    def _summed(self, gradients: Unwritten) -> ClippedSum:
+        """Of few samples, parameter by parameter."""
+        m, found = gradients.samples, []
+        for name, p in gradients.parameters.items():
+            total = p.new_zeros(m, p.numel())
+            for _, g in gradients.of({name}):
+                total = total + g.dense()[:m].reshape(m, p.numel())
+            found.append(Dense(total))
+        return self._CLIP.sum(found, torch.ones(m, dtype=torch.float64, device=gradients.device))
 
 
 def key(parameters: dict[str, Tensor], *rest: Any) -> Any:

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
+from modelmix.training.engines import hooks
 from modelmix.training.engines.choice import choose, exact, quiet
 from modelmix.training.engines.chunk import Loss, check_rows, gradients_of_chunk, known, rows, sum_of_chunk
 from modelmix.training.engines.compiled import (
     Compiled,
-    CompiledGradients,
+    CompiledUses,
     Reference,
     Stamps,
     UnfitError,
@@ -27,7 +28,8 @@ from modelmix.training.engines.compiled import (
     same_tensors,
 )
 from modelmix.training.engines.layers import rule_for, wide
-from modelmix.training.gradients import Flat
+from modelmix.training.engines.unwritten import gradients_to_be_asked_for
+from modelmix.training.gradients import Unwritten
 from modelmix.training.parameters import FlatParameters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -77,12 +79,17 @@ class Engine:
             self._check_kernels(probe)
         self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
         self._compiled: dict[Any, Compiled] = {}
-        self._gradients: dict[Any, CompiledGradients | None] = {}
+        self._seen: dict[Any, CompiledUses | None] = {}
         self._last: tuple[Stamps, dict[str, Tensor]] | None = None
         self.fixed_shapes = self._compile or device.type != "cpu"
         """Whether chunks should all have one shape; on a processor that only costs time."""
         if self.name == "hooks":
             _say_what_is_slow(model)
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """In which the model is run, where that is not its own."""
+        return self._dtype
 
     def require_fit(self, model: nn.Module) -> None:
         """Refuses to serve a model that may differ from this engine's own in more than the values that are trained.
@@ -120,37 +127,31 @@ class Engine:
         parameters = self._at_precision(parameters)
         return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
 
-    def gradients(
-        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1, *, rounded: bool = False
-    ) -> Flat:
+    def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> Unwritten:
         """The gradients of the samples of one chunk, for who bounds them in a way of his own.
 
-        Where they are compiled every coordinate of all of them is held, and the next call may write over them.
-
-        Args:
-            rounded: where they are compiled, in the precision of the run.
+        They are written down for some parameters at a time. The next call may write over what they come from.
         """
-        reference = self._reference(parameters, inputs, targets, copies)
-        loss, inputs = self._ready(inputs)
-        take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
-        if self._compile and rows((inputs, targets)):
-            form = key(parameters, inputs, targets), self._modes(), copies, rounded
-            if form not in self._gradients:
+        loss, x = self._ready(inputs)
+        if self._compile and self.name == "hooks" and rows((x, targets)):
+            form = key(parameters, x, targets), self._modes(), copies
+            if form not in self._seen:
                 try:
-                    case = (self._at_precision(parameters), inputs, targets, copies)
+                    see = partial(hooks.uses, self._model, loss, copies=copies)
+                    reference = self._reference(parameters, inputs, targets, copies)
                     with self._draws_apart():
-                        self._gradients[form] = CompiledGradients(
-                            take, *case, reference, self._dtype if rounded else None
+                        self._seen[form] = CompiledUses(
+                            see, self._at_precision(parameters), x, targets, copies, reference
                         )
                 except UnfitError as reason:
                     # For this form alone: gradients of public samples may not hang on what private ones met.
-                    self._gradients[form] = None
+                    self._seen[form] = None
                     _say_uncompiled(reason)
-            line = self._gradients[form]
+            line = self._seen[form]
             if line is not None:
-                return [(line(parameters, inputs, targets), sum(p.numel() for p in parameters.values()))]
-        found = take(self._at_precision(parameters), inputs, targets)
-        return [(g, p.numel()) for g, p in zip(found, parameters.values(), strict=True)]
+                return line(parameters, x, targets)
+        parameters = self._at_precision(parameters)
+        return gradients_to_be_asked_for(self.name, self._model, loss, parameters, (x, targets), copies)
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -47,6 +48,32 @@ def _on_device(t: Tensor) -> bool:
     return t.is_cuda
 
 
+Values = Mapping[str, Tensor]
+Rule = Callable[..., dict[str, Gradients]]
+"""Gradients of a layer's parameters by their own names, from the values of these and what a ``Use`` has seen."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a layer: all that is needed to write its gradients down.
+
+    Args:
+        names: of its trained parameters; how the model calls each.
+        rule: how.
+        seen: from what, besides the values of the parameters.
+    """
+
+    names: Mapping[str, str]
+    rule: Rule
+    seen: tuple[Tensor, ...]
+
+    def gradients(self, parameters: Values) -> dict[str, Gradients]:
+        """By the names of the model, whose parameters have these values."""
+        with torch.no_grad():
+            found = self.rule({own: parameters[name].detach() for own, name in self.names.items()}, *self.seen)
+        return {name: found[own] for own, name in self.names.items()}
+
+
 class Capture:
     """Listens to the trained layers and collects the per-sample gradient of every parameter.
 
@@ -57,17 +84,25 @@ class Capture:
         samples: among which the rows of a layer's input are divided evenly, in order; None: every row is a sample.
         parameters: the values the model is run with, none of which requires a gradient; the first outputs that depend
             on them then become ``leaves`` of the graph. None: the model runs with parameters of its own, which do.
+        later: keeps ``uses`` and computes no gradient.
     """
 
     def __init__(
-        self, model: nn.Module, *, samples: int | None = None, parameters: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        *,
+        samples: int | None = None,
+        parameters: Values | None = None,
+        later: bool = False,
     ) -> None:
         self.gradients: dict[str, Gradients] = {}
+        self.uses: list[Use] | None = [] if later else None
         self.leaves: list[Tensor] = []
         self.samples = samples
         self._parameters = parameters
+        self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # The one name under which each trained parameter is known, however often it is tied.
-        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        names = {id(p): name for name, p in self._own.items()}
         self._trained = {
             module: {own: names[id(p)] for own, p in module.named_parameters(recurse=False) if id(p) in names}
             for module in model.modules()
@@ -107,10 +142,7 @@ class Capture:
             return None
         if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
             raise cannot_follow(module, "it needs layers of one tensor in and one out")
-        rule = rule_for(module) or any_layer
-        return self._follow(
-            module, arguments[0], output, lambda x, g, copies: rule(module, self._values(module), x, g, copies)
-        )
+        return self._follow(module, arguments[0], output, partial(rule_for(module) or any_layer, module))
 
     def _project(self, layer: nn.Module, x: Tensor, weight: str, bias: str, rows: slice) -> Tensor:
         """Some rows of a matrix of ``layer`` times x, for modules that use their matrices without calling layers."""
@@ -119,9 +151,10 @@ class Capture:
         if not torch.is_grad_enabled() or not self._trained[layer]:
             return output
 
-        def rule(x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+        height = w.shape[0]
+
+        def rule(values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
             found = linear(layer, {}, x, g, copies)
-            height = w.shape[0]
             start, stop, _ = rows.indices(height)
             if (start, stop) == (0, height):
                 return {weight: found["weight"], bias: found["bias"]}
@@ -139,10 +172,12 @@ class Capture:
         ours = input.requires_grad and kernels.has_group_norm(input, module.num_channels, groups)
         if torch.is_grad_enabled() and ours and input.shape[0] % samples == 0:
 
+            def rule(values: Values, *found: Tensor) -> dict[str, Gradients]:
+                gradients = (Dense(t.reshape(samples, t.shape[0] // samples, -1).sum(1)) for t in found)
+                return dict(zip(("weight", "bias"), gradients, strict=True))
+
             def collect(*found: Tensor) -> None:
-                m = samples
-                gradients = (Dense(t.reshape(m, t.shape[0] // m, -1).sum(1)) for t in found)
-                self._add(module, dict(zip(("weight", "bias"), gradients, strict=True)))
+                self._add(Use(self._trained[module], rule, found))
 
             channels = module.num_channels
             weight = input.new_ones(channels) if module.weight is None else module.weight.detach()
@@ -164,21 +199,29 @@ class Capture:
         if module.bias is not None:
             output = output + module.bias.detach()[:, None, None]
         known = (unit, r.flatten() * gain, before.detach())
-        followed = self._follow(module, input, output, partial(standardised, module, *known))
+        followed = self._follow(module, input, output, partial(standardised, module), known)
         return output if followed is None else followed
 
-    def _add(self, module: nn.Module, found: dict[str, Gradients]) -> None:
-        for own, name in self._trained[module].items():
-            self.gradients[name] = self.gradients[name] + found[own] if name in self.gradients else found[own]
+    def _add(self, use: Use) -> None:
+        if self.uses is not None:
+            self.uses.extend([use] if use.names else [])
+            return
+        for name, found in use.gradients(self._own if self._parameters is None else self._parameters).items():
+            self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
 
     def _follow(
         self,
         module: nn.Module,
         x: Tensor,
         output: Tensor,
-        rule: Callable[[Tensor, Tensor, int], dict[str, Gradients]],
+        rule: Rule,
+        known: tuple[Tensor, ...] = (),
     ) -> Tensor | None:
-        """Collects gradients when the backward pass reaches the output; returns what must take its place, if any."""
+        """Collects gradients when the backward pass reaches the output; returns what must take its place, if any.
+
+        Args:
+            rule: of the values of parameters, what is known, input, gradient of the output and copies of a sample.
+        """
         x = x.detach()
         version, samples = x._version, self.samples or x.shape[:1].numel()
         returned = None
@@ -199,32 +242,46 @@ class Capture:
                 raise cannot_follow(
                     module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first"
                 )
-            with torch.no_grad():
-                found = rule(x.to(g.dtype) if x.is_floating_point() else x, g.detach(), x.shape[0] // samples)
-            self._add(module, found)
+            seen = (*known, x.to(g.dtype) if x.is_floating_point() else x, g.detach())
+            self._add(Use(self._trained[module], partial(rule, copies=x.shape[0] // samples), seen))
 
         if output.requires_grad:
             output.register_hook(collect)  # type: ignore[no-untyped-call]
         return returned
-
-    def _values(self, module: nn.Module) -> dict[str, Tensor]:
-        if self._parameters is not None:
-            return {own: self._parameters[name] for own, name in self._trained[module].items()}
-        return {own: p.detach() for own, p in module.named_parameters(recurse=False) if own in self._trained[module]}
 
 
 def per_sample(
     model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
 ) -> dict[str, Gradients]:
     """The gradient of every sample, by parameter; a parameter the samples do not use is missing."""
+    return _captured(model, loss, parameters, inputs, targets, copies).gradients
+
+
+def uses(
+    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
+) -> list[Use]:
+    """What the gradients of every sample can be computed from, layer by layer."""
+    return _captured(model, loss, parameters, inputs, targets, copies, later=True).uses or []
+
+
+def _captured(
+    model: nn.Module,
+    loss: Loss,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    targets: Any,
+    copies: int,
+    later: bool = False,
+) -> Capture:
     fixed = {name: value.detach() for name, value in parameters.items()}
-    capture = Capture(model, samples=tree_leaves(inputs)[0].shape[0] // copies, parameters=fixed)
+    samples = tree_leaves(inputs)[0].shape[0] // copies
+    capture = Capture(model, samples=samples, parameters=fixed, later=later)
     with torch.enable_grad(), capture.listening():
         outputs = call_at(model, fixed, inputs)
         each = _of_each(loss, outputs, targets)
         if each.requires_grad and capture.leaves:
             torch.autograd.grad(each.sum() / copies, capture.leaves, allow_unused=True)
-    return capture.gradients
+    return capture
 
 
 def _of_each(loss: Loss, outputs: Any, targets: Any) -> Tensor:

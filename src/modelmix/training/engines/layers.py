@@ -51,7 +51,7 @@ def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) 
 
 
 def standardised(
-    layer: nn.Conv2d, unit: Tensor, factor: Tensor, before: Tensor, x: Tensor, g: Tensor, copies: int
+    layer: nn.Conv2d, values: Values, unit: Tensor, factor: Tensor, before: Tensor, x: Tensor, g: Tensor, copies: int
 ) -> dict[str, Gradients]:
     """A convolution with kernels gain * (W - mean) * r, r = 1 / sqrt(fan_in * (variance + eps)), by our kernel.
 
@@ -98,14 +98,16 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
     if isinstance(layer, nn.Conv1d):  # an image of one line
         x, g = x[:, :, None], g[:, :, None]
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), [0, *padding], (1, *dilation)
-    bias = Dense(wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
+    out: dict[str, Gradients] = {}
+    if layer.bias is not None:
+        out["bias"] = Dense(wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
     geometry = kernels.Geometry.of([*kernel, *stride, *padding, *dilation, layer.groups, copies])
     if kernels.has_kernels(x):
         found = Windows(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
         written = not choice.in_registers(x, found.back, geometry)
-        return {"weight": found.written() if written else found, "bias": bias}
+        return {"weight": found.written() if written else found, **out}
     weight = _conv_weight(x, g, geometry)
-    return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), "bias": bias}
+    return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), **out}
 
 
 def _conv_weight(x: Tensor, g: Tensor, geometry: kernels.Geometry) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,32 +76,48 @@ def split(tree: Any, copies: int) -> Any:
 
 
 def per_sample(
-    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
+    model: nn.Module,
+    loss: Loss,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    targets: Any,
+    copies: int,
+    names: AbstractSet[str] | None = None,
 ) -> dict[str, Gradients]:
-    """The gradient of every sample, by parameter."""
-
-    def one(parameters: dict[str, Tensor], x: Any, y: Any) -> Tensor:
-        return sample_loss(model, loss, parameters, x, y)
-
+    """The gradient of every sample, by parameter; of all of them, or of those that are named."""
     fixed = {name: value.detach() for name, value in parameters.items()}
+    chosen = {name: value for name, value in fixed.items() if names is None or name in names}
+
+    def one(chosen: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        return sample_loss(model, loss, fixed | chosen, x, y)
+
     each = vmap(grad(one), in_dims=(None, 0, 0), randomness="different")
     with any_speed():
-        found: dict[str, Tensor] = each(fixed, split(inputs, copies), split(targets, copies))
+        found: dict[str, Tensor] = each(chosen, split(inputs, copies), split(targets, copies))
     return {name: Dense(value) for name, value in found.items()}
 
 
 def per_sample_loop(
-    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
+    model: nn.Module,
+    loss: Loss,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    targets: Any,
+    copies: int,
+    names: AbstractSet[str] | None = None,
 ) -> dict[str, Gradients]:
     """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
-    free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+    fixed = {name: value.detach() for name, value in parameters.items()}
+    free = {name: value.requires_grad_() for name, value in fixed.items() if names is None or name in names}
     batch = split((inputs, targets), copies)
     samples = tree_leaves(batch)[0].shape[0]
-    found = {name: value.new_zeros(samples, *value.shape) for name, value in parameters.items()}
+    found = {name: value.new_zeros(samples, *value.shape) for name, value in free.items()}
     for i in range(samples):
         with torch.enable_grad():
-            value = sample_loss(model, loss, free, *tree_map(lambda t, i=i: t[i], batch))
+            value = sample_loss(model, loss, fixed, *tree_map(lambda t, i=i: t[i], batch))
             if not value.requires_grad:
+                if names is not None:  # it may depend on others
+                    continue
                 raise ModelMixError("the loss does not depend on any trained parameter.")
             gradients = torch.autograd.grad(value, list(free.values()), allow_unused=True)
         for name, g in zip(found, gradients, strict=True):

@@ -1,0 +1,66 @@
+"""Gradients of a chunk that are written down for some parameters at a time, as often as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelmix.training.engines import hooks
+from modelmix.training.engines.chunk import ENGINES, Loss, detached, rows, unchanged
+from modelmix.training.gradients import Gradients, Unwritten
+
+
+class OfUses(Unwritten):
+    """From what every layer saw in one pass over the samples."""
+
+    def __init__(self, uses: Sequence[hooks.Use], parameters: Mapping[str, Tensor], samples: int) -> None:
+        super().__init__(parameters, samples)
+        self._uses = uses
+
+    def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
+        for use in self._uses:
+            if not names.isdisjoint(use.names.values()):
+                found = use.gradients(self.parameters)
+                yield from ((name, g) for name, g in found.items() if name in names)
+
+
+class OfPasses(Unwritten):
+    """By a pass over the samples each time, for models whose layers cannot be followed.
+
+    All passes draw the same random numbers, for dropout and the like.
+
+    Args:
+        engine, model, loss: that give gradients.
+        batch: (inputs, targets), every sample of which is ``copies`` rows.
+    """
+
+    def __init__(
+        self, engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
+    ) -> None:
+        super().__init__(parameters, rows(batch) // copies)
+        self._engine, self._case = ENGINES[engine], (model, loss, parameters, *detached(*batch), copies)
+        self._seed = int(torch.randint(2**62, (), device="cpu"))
+
+    def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
+        if self.samples:
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), unchanged(self._case[2]):
+                torch.manual_seed(self._seed)
+                found = self._engine(*self._case, names=names)
+            yield from found.items()
+
+
+def gradients_to_be_asked_for(
+    engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
+) -> Unwritten:
+    """Those of a chunk, by any engine."""
+    if engine != "hooks":
+        return OfPasses(engine, model, loss, parameters, batch, copies)
+    samples = rows(batch) // copies
+    with unchanged(parameters):
+        uses = hooks.uses(model, loss, parameters, *detached(*batch), copies) if samples else []
+    return OfUses(uses, parameters, samples)
