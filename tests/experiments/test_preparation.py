@@ -104,8 +104,6 @@ def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_releas
         ({"features": "patches+prior"}, "needs prior: synthetic, characters, or a file"),
         ({"prior": "synthetic"}, "a prior has features of its own"),
         ({"mirror": False}, "mirror = false is for features of patches, priors and networks"),
-        ({"shifts": 2}, "shifts is for pretrained networks, .onnx files and own functions"),
-        ({"features": "efficientnet-lite0", "shifts": 0}, "shifts = 0"),
         ({"normalise": "public", "components": 4}, 'normalise = "public" needs public'),
         ({"normalise": "public", "public": "p.npz"}, "normalise = 'public' needs components"),
         ({"public": "p.npz"}, "does not embed gradients: leave out public"),
@@ -166,8 +164,6 @@ def test_several_networks_stand_beside_each_other(data, tmp_path, monkeypatch, m
     np.savez(tmp_path / "public.npz", x=x.numpy())
     white = recipe.changed(normalise="public", public="public.npz", components=7)
     assert prepare(white, data, torch.device("cpu"), data_dir=tmp_path).data.test.x.shape[1] == 7
-    moved = [prepare(recipe.changed(shifts=by), data, torch.device("cpu")).data.train.x for by in (1, 2)]
-    assert not torch.equal(*moved), "other features, and other caches of them"
     asked.clear()
     other = white.changed(components=5)
     assert prepare(other, data, torch.device("cpu"), data_dir=tmp_path).data.test.x.shape[1] == 5

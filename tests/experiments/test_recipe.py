@@ -102,7 +102,7 @@ def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     assert first == second
     without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "spent", "prior", "features", "normalise"}
     without |= {"mean_clip", "square_clip", "weights", "feature_size", "pixels", "image_size"}
-    without |= {"public", "embedding_clip", "basis", "groups", "components", "mirror", "shifts"}
+    without |= {"public", "embedding_clip", "basis", "groups", "components", "mirror"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
@@ -194,7 +194,6 @@ NONSENSE = {
     "unit length of pixels": ({"unit_length": True}, "unit_length is for pretrained networks"),
     "no prior": ({"prior": "missing.npz"}, "there is no prior at missing.npz"),
     "components of pixels": ({"components": 5}, "components are for normalise = scenes"),
-    "moved pixels": ({"shifts": 2}, "shifts is for pretrained networks"),
     "mirrored pixels": ({"mirror": False}, "mirror = false is for features of patches, priors and networks"),
     "normalised pixels": ({"normalise": "group"}, "normalise = 'group' is for features"),
     "clips of no moments": (

@@ -58,22 +58,6 @@ def test_mirror_images_are_added_and_change_the_name_of_the_cache():
     torch.testing.assert_close(unit.norm(dim=1), torch.ones(5))
 
 
-@pytest.mark.parametrize("mirror", [False, True])
-def test_moved_images_are_added_and_change_the_name_of_the_cache(mirror):
-    """Towards each corner, mirrored beyond the border, the edge itself not twice."""
-    moved = extractor(flat, shifts=2, mirror=mirror)
-    (found,) = moved.batches(IMAGES)
-    side = IMAGES.shape[-1]
-    inside = [*range(2, 0, -1), *range(side), *range(side - 2, side - 4, -1)]
-    places = ((2, 2), (0, 0), (0, 4), (4, 0), (4, 4))
-    views = [IMAGES[:, :, inside[top : top + side]][..., inside[left : left + side]] for top, left in places]
-    views += [view[..., list(range(side))[::-1]] for view in views if mirror]
-    torch.testing.assert_close(found, sum(flat(view) for view in views))
-    assert moved.parameters["shifts"] == 2
-    assert "shifts" not in extractor(flat).parameters
-    assert "moves images of 8 x 8 pixels away" in refused(call=extractor(flat, shifts=side).shape, images=IMAGES)
-
-
 # Each image alone.
 
 

@@ -102,10 +102,6 @@ def train(
         bool | None,
         _option("--mirror/--no-mirror", "Add to features what is seen in the mirror image, or do not.", _LEARNING),
     ] = None,
-    shifts: Annotated[
-        int | None,
-        _option("--shifts", "Add what a network sees in images moved by so many pixels to their corners.", _LEARNING),
-    ] = None,
     prior: Annotated[
         str | None,
         _option("--prior", "Weights to start from, or for --features prior: synthetic, characters, a file.", _LEARNING),
@@ -162,7 +158,6 @@ def train(
         "components": components,
         "public": public,
         "mirror": mirror,
-        "shifts": shifts,
         "prior": prior,
         "seed": seed,
     }

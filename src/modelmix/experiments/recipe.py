@@ -67,7 +67,6 @@ _COUNTS = {
     "basis": "the number of basis vectors",
     "groups": "the number of groups of parameters",
     "components": "the number of components of whitened features",
-    "shifts": "the number of pixels by which images are moved",
 }
 
 Changing = float | Mapping[str, Any]
@@ -97,8 +96,7 @@ class Recipe:
     file of a prior itself), "patches+prior", a pretrained network by name, an .onnx file, or package.module:function,
     which takes images, or, with a file of weights, builds a network. feature_size, pixels and unit_length: see
     ``Inputs`` and ``Extractor``. mirror adds what is seen in the mirror image; left out, patches and priors do so, and
-    networks and functions do not. shifts adds to what networks and functions see what they see in the image moved by
-    so many pixels towards each of its corners.
+    networks and functions do not.
 
     With features = "scatter", normalise = "group" makes every group of their
     channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
@@ -118,7 +116,6 @@ class Recipe:
     pixels: str | None = None
     unit_length: bool = False
     mirror: bool | None = None
-    shifts: int | None = None
     normalise: str | None = None
     components: int | None = None
     normalise_noise: float = 8.0

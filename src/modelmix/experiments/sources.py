@@ -89,7 +89,6 @@ def check(recipe: Recipe) -> None:
             "pretrained networks, .onnx files, and functions with weights",
         ),
         ("unit_length", kind in EXTRACTORS, "pretrained networks, .onnx files and own functions"),
-        ("shifts", kind in EXTRACTORS, "pretrained networks, .onnx files and own functions"),
     ):
         if getattr(recipe, name) not in (None, False) and not allowed:
             raise ModelMixError(f"{name} is for {what}: leave it out.")
@@ -132,7 +131,7 @@ def _found(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
     if kind in EXTRACTORS:
         names = name.split("+") if kind == "pretrained" else [name]
         made = (_extractor(recipe, one, kind, device) for one in names)
-        return tuple(dataclasses.replace(one, mirror=recipe.mirror is True, shifts=recipe.shifts) for one in made)
+        return tuple(dataclasses.replace(one, mirror=recipe.mirror is True) for one in made)
     if kind == "scatter":
         return (Scattering(device=device),)
     if kind == "patches":

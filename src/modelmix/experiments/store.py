@@ -16,8 +16,8 @@ from modelmix.training.engines import Engine
 
 # What of a recipe decides what its images become.
 _PREPARATION = (
-    *("features", "normalise", "components", "mirror", "shifts", "prior", "weights", "feature_size", "pixels"),
-    *("unit_length", "public", "basis", "groups"),
+    *("features", "normalise", "components", "mirror", "prior", "weights", "feature_size", "pixels", "unit_length"),
+    *("public", "basis", "groups"),
 )
 
 

@@ -29,8 +29,6 @@ class Extractor:
         unit_length: scales every image's features to the length 1, which costs nothing: it is done to each alone.
         at_once: images in a batch.
         mirror: adds the features of the mirror image, for images whose meaning does not change with it.
-        shifts: adds the features of the image moved by so many pixels towards each of its corners; beyond its border
-            it is mirrored.
     """
 
     name: str
@@ -40,16 +38,13 @@ class Extractor:
     unit_length: bool = False
     at_once: int = 64
     mirror: bool = False
-    shifts: int | None = None
     version: ClassVar[int] = 1  # count up whenever the features of any image change
     _widths: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
-        chosen = {"mirror": self.mirror or None, "shifts": self.shifts}
-        added = {name: value for name, value in chosen.items() if value is not None}
-        return {**self.identity, "unit_length": self.unit_length, **added}
+        return {**self.identity, "unit_length": self.unit_length, **({"mirror": True} if self.mirror else {})}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses images and functions that will not do."""
@@ -59,10 +54,6 @@ class Extractor:
                 "images N x C x H x W with 1 or 3 colours."
             )
         one = tuple(images.shape[1:])
-        if self.shifts is not None and self.shifts >= min(one[1:]):
-            raise ModelMixError(
-                f"shifts = {self.shifts} moves images of {one[1]} x {one[2]} pixels away: give fewer pixels."
-            )
         if one not in self._widths:
             with torch.no_grad():
                 self._widths[one] = check_alone(self._features, one, self.source)
@@ -82,11 +73,9 @@ class Extractor:
             yield found
 
     def _features(self, images: Tensor) -> Tensor:
-        found = torch.zeros(())
-        for view in _moved(images, self.shifts):
-            found = found + self._seen(view)
-            if self.mirror:
-                found = found + self._seen(view.flip(3))
+        found = self._seen(images)
+        if self.mirror:
+            found = found + self._seen(images.flip(3))
         return F.normalize(found, dim=1) if self.unit_length else found
 
     def _seen(self, images: Tensor) -> Tensor:
@@ -113,14 +102,3 @@ class Extractor:
                 "images out."
             )
         return found
-
-
-def _moved(images: Tensor, by: int | None) -> Iterator[Tensor]:
-    """The images, and with a number of pixels the same moved by so many towards each corner."""
-    yield images
-    if by is not None:
-        height, width = images.shape[2:]
-        wider = F.pad(images.float(), (by, by, by, by), mode="reflect").to(images.dtype)
-        for top in (0, 2 * by):
-            for left in (0, 2 * by):
-                yield wider[:, :, top : top + height, left : left + width]
