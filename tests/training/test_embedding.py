@@ -22,7 +22,7 @@ from modelmix.training import Trainer, clipping, make_private, random_labels
 from modelmix.training import embedding as module
 from modelmix.training.clipping import MARGIN
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
-from modelmix.training.engines import compiled
+from modelmix.training.engines import Engine, compiled
 from modelmix.training.gradients import Dense, Outer, Rows
 
 SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
@@ -399,21 +399,33 @@ def test_gradients_are_left_as_they_are(clip, precision):
         assert torch.equal(rows, shared.expand(5, 48).clone())
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_groups_are_written_down_one_at_a_time_and_the_last_is_not_twice(monkeypatch, clip):
-    """Forwards and backwards in turns: a pass begins with what the one before it had last."""
-    rows, written, alive = 3 * torch.randn(6, D), [], []
-    right = module.columns
+@pytest.fixture
+def written(monkeypatch):
+    """Where the groups begin that are written down; each must be gone before the next comes."""
+    starts, alive, right = [], [], module.columns
 
     def watched(gradients, part, kind=None):
         assert not [matrix for matrix in alive if matrix() is not None], "those of another group are still there"
         found = right(gradients, part, kind)
         alive.append(weakref.ref(found))
-        written.append(part.start)
+        starts.append(part.start)
         return found
 
     monkeypatch.setattr(module, "columns", watched)
-    basis = random_basis()
+    return starts
+
+
+def test_public_gradients_are_written_down_one_group_at_a_time(written):
+    layout = Embedding((torch.zeros(50, 1), torch.zeros(50)), 9, 3).layout(D)
+    chunks = (flat(rows) for rows in torch.randn(2, 10, D))
+    find_basis(layout, chunks, torch.Generator().manual_seed(0))
+    assert written == 2 * [part.start for part, _ in layout]
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_groups_are_written_down_one_at_a_time_and_the_last_is_not_twice(written, clip):
+    """Forwards and backwards in turns: a pass begins with what the one before it had last."""
+    rows, basis = 3 * torch.randn(6, D), random_basis()
     clip.sum(flat(rows), basis, torch.ones(6))
     a, b, c = (part.start for part, _ in basis.parts)
     # V e + r needs g and r together, so that there no group is spared in the pass that foresees it.
@@ -650,6 +662,21 @@ class Live(TorchDispatchMode):
         return out
 
 
+def test_what_layers_saw_of_a_chunk_is_gone_before_the_next(monkeypatch):
+    alive, right = [], Engine.gradients
+
+    def gradients(engine, *chunk):
+        assert not [seen for seen in alive if seen() is not None]
+        found = right(engine, *chunk)
+        alive.extend(weakref.ref(t) for use in found._uses for t in use.seen)
+        return found
+
+    monkeypatch.setattr(Engine, "gradients", gradients)
+    run = trainer(replace(MIXED, sample_rate=1.0), performance=mm.Performance(device="cpu", chunk=7))
+    run.run(2, progress=False)
+    assert len(alive) == 2 * (3 + 9) * 4, "chunks of public and private samples, two layers of two tensors"
+
+
 @pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
 @pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
 def test_never_more_than_one_groups_gradients_are_held(engine, mechanism):
@@ -734,6 +761,13 @@ def test_public_labels_must_be_of_the_model():
 def test_every_sample_has_its_own_weight(count):
     with pytest.raises(mm.ModelMixError, match="cannot be summed with"):
         CLIPS[0].sum(flat(torch.randn(3, D)), random_basis(), torch.ones(count))
+
+
+def test_no_gradient_stands_for_several_samples():
+    """Of any parameter, though the first has as many as there are weights."""
+    some = Known(Dense(torch.randn(3, 20)), Dense(torch.randn(1, 21)))
+    with pytest.raises(mm.ModelMixError, match="gradients of 1 samples where 3 were given"):
+        CLIPS[0].sum(some, random_basis(), torch.ones(3))
 
 
 @pytest.mark.parametrize("clips", [(1e-150, 1.0), (1.0, 1e-150), (0.0, 1.0), (1.0, math.nan)])

@@ -16,7 +16,7 @@ from modelmix.models.networks import Pixels, cnn
 from modelmix.models.residual import StandardisedConv2d
 from modelmix.training.clipping import Clip
 from modelmix.training.embedding import columns
-from modelmix.training.engines import Engine, compiled
+from modelmix.training.engines import Engine, compiled, hooks
 from modelmix.training.parameters import FlatParameters
 
 
@@ -141,6 +141,132 @@ def test_every_part_sees_the_same_dropout_and_every_chunk_another(engine):
     assert not first[:, 120:][gone].any()
     assert not torch.equal(dropped, dropped_again)
     assert not torch.equal(first, first_again)
+
+
+class Clamping(nn.Linear):
+    """Writes to its weight while it runs."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Spare(nn.Module):
+    """A layer that is not used lies between two that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = nn.Linear(6, 5), nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Scaling(Spare):
+    """Writes to its input."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def some(n=8):
+    torch.manual_seed(0)
+    return torch.randn(n, 6), torch.randint(3, (n,))
+
+
+@pytest.mark.parametrize("way", ["hooks", "universal", "loop", "compiled"])
+def test_a_model_may_not_write_to_what_is_trained(fast_compiler, way):
+    """Also where random draws keep a compiled one from being compared."""
+    x, y = some()
+    model = nn.Sequential(Clamping(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=way == "compiled")
+    engine.name = "hooks" if way == "compiled" else way
+    with pytest.raises(ModelMixError, match="changes its trained parameters"):
+        whole(engine.gradients(views(model), x, y))
+
+
+@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+def test_parameters_that_are_not_used_have_no_gradient(engine):
+    x, y = some()
+    model = Spare()
+    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), x, y)
+    spare = slice(35, 50)
+    assert not columns(found, spare).any()
+    assert not columns(found, slice(30, 60))[:, 5:20].any()
+    assert columns(found, slice(0, 35)).any(1).all()
+    assert columns(found, slice(50, 68)).any(1).all()
+
+
+@pytest.mark.parametrize("engine", ["universal", "loop"])
+def test_every_pass_is_given_the_same_inputs(engine):
+    """Whatever the model does to them."""
+    x, y = some()
+    model = Scaling()
+    found = Engine(model, F.cross_entropy, (x.clone(), y), name=engine).gradients(views(model), x.clone(), y)
+    first, again = whole(found), whole(found)
+    assert torch.equal(first, again)
+    plain = Spare()
+    plain.load_state_dict(model.state_dict())
+    right = whole(Engine(plain, F.cross_entropy, (x, y)).gradients(views(plain), 0.5 * x, y))
+    torch.testing.assert_close(first, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["universal", "loop"])
+def test_passes_leave_torchs_generator_alone(engine):
+    x, y = some()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), x, y)
+    before = torch.get_rng_state()
+    whole(found)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+def test_no_samples_have_no_gradients(engine):
+    x, y = some()
+    model = Spare()
+    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), x[:0], y[:0])
+    assert whole(found).shape == (0, 68)
+
+
+def test_layers_of_other_groups_are_not_written_down(monkeypatch):
+    x, y = some()
+    model, written, right = Spare(), [], hooks.Use.gradients
+    found = Engine(model, F.cross_entropy, (x, y), name="hooks").gradients(views(model), x, y)
+    monkeypatch.setattr(
+        hooks.Use, "gradients", lambda use, values: (written.append(set(use.names.values())), right(use, values))[1]
+    )
+    columns(found, slice(0, 30))
+    assert written == [{"first.weight", "first.bias"}]
+
+
+def test_a_compiled_pass_is_for_one_mode_and_one_number_of_copies(fast_compiler):
+    x, y = some()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+    parameters = views(model)
+    assert not torch.equal(*(whole(engine.gradients(parameters, x, y)) for _ in range(2)))
+    model.eval()
+    assert torch.equal(*(whole(engine.gradients(parameters, x, y)) for _ in range(2)))
+    assert [engine.gradients(parameters, x, y, copies).samples for copies in (1, 2, 4)] == [8, 4, 2]
+
+
+def test_a_form_that_cannot_be_compiled_does_not_keep_others_from_it(fast_compiler, monkeypatch):
+    x, y = some()
+    model, right = Spare(), compiled.require_equal
+    engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
+
+    def unfit(*sums):
+        raise compiled.UnfitError("off")
+
+    monkeypatch.setattr(compiled, "require_equal", unfit)
+    with pytest.warns(UserWarning, match="uncompiled"):
+        plain = whole(engine.gradients(views(model), x, y))
+    monkeypatch.setattr(compiled, "require_equal", right)
+    mine = whole(engine.gradients(views(model), x[:4], y[:4]))
+    torch.testing.assert_close(mine, plain[:4], rtol=1e-5, atol=1e-7)
+    assert [line is None for line in engine._seen.values()] == [True, False]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler on a processor")

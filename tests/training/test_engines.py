@@ -24,7 +24,8 @@ from modelmix.models.networks import Pixels
 from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import engines
 from modelmix.training.clipping import MARGIN, Clip
-from modelmix.training.engines import ENGINES, choose, clipped_sum, sum_of_chunk
+from modelmix.training.embedding import columns
+from modelmix.training.engines import ENGINES, Engine, choose, clipped_sum, sum_of_chunk
 from modelmix.training.parameters import FlatParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch, on even kernels
@@ -714,6 +715,25 @@ def test_auto_is_right_where_it_is_hard(name):
     else:
         with pytest.raises(ModelMixError, match="not right for this model"):
             clipped_sum(model, F.cross_entropy, (x, y), NO_CLIP, engine="hooks")
+
+
+def test_what_is_computed_again_is_computed_at_the_same_values():
+    """A checkpointed block runs a second time in the backward pass, when the model may have its own weights back."""
+    torch.manual_seed(0)
+    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).double()
+    x, y, flat = torch.randn(5, 4).double(), torch.randint(0, 3, (5,)), FlatParameters(model)
+    other = flat.read() + torch.randn(flat.size, dtype=torch.float64)
+    engine = Engine(model, F.cross_entropy, (x, y))
+    one = torch.ones(5, dtype=torch.float64)
+    found = engine(flat.views(other), x, y, one, NO_CLIP).total
+    parts = engine.gradients(flat.views(other), x, y)
+    own = list(model.parameters())
+    flat.write(other)
+    right = oracle(model, F.cross_entropy, x, y, NO_CLIP)
+    torch.testing.assert_close(found, right)
+    for part in (slice(0, 11), slice(11, flat.size)):
+        torch.testing.assert_close(columns(parts, part).sum(0), right[part])
+    assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
 
 
 def test_samples_that_are_all_alike_do_not_hide_that_they_meet():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelmix as mm
+from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import Trainer, make_private
 
 N = 60
@@ -65,6 +67,30 @@ def test_a_loop_takes_the_trainers_steps(mechanism, reduction, chunk):
     assert optimizer.ledger == reference.ledger
     assert optimizer.epsilon(1e-5) == reference.epsilon(1e-5)
     assert_same(model, reference)
+
+
+def test_layers_whose_gradients_need_their_weights_are_followed_at_the_weights_of_the_moment():
+    """Kernels that are standardised and slopes that are learned, after steps that moved them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(StandardisedConv2d(1, 4, 3, stride=2), nn.PReLU(4), nn.Flatten(), nn.Linear(36, 3))
+    twin, loader = copy.deepcopy(model), DataLoader(TensorDataset(X, Y), batch_size=12)
+    # So little noise that a step is the sum of clipped gradients.
+    mechanism = mm.Mechanism(1e-7, 0.2)
+    model, optimizer, loader = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=2.0), loader, mechanism=mechanism, clip=0.7, seed=11
+    )
+    for x, y in loader:
+        twin.load_state_dict(model.state_dict())
+        step = torch.zeros(sum(p.numel() for p in twin.parameters()))
+        for a, b in zip(x, y, strict=True):
+            g = torch.autograd.grad(F.cross_entropy(twin(a[None]), b[None]), list(twin.parameters()))
+            g = torch.cat([part.flatten() for part in g])
+            step += g * (0.7 / g.norm()).clamp_max(1.0)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        moved = [a - b for a, b in zip(twin.parameters(), model.parameters(), strict=True)]
+        torch.testing.assert_close(torch.cat([d.flatten() for d in moved]), 2.0 * step / 12, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

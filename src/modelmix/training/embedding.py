@@ -169,6 +169,7 @@ def find_basis(
             with rough(device):
                 _add_product(sums[group], g.T, g @ starts[group])
             del g  # before those of the next group
+        del gradients  # and what layers saw, before the next chunk
     starts.clear()
     tops = [torch.linalg.vector_norm(total, ord=math.inf) for total in sums]
     if not bool(torch.isfinite(torch.stack(tops)).all()):
@@ -245,35 +246,11 @@ def _by_cholesky(vectors: Tensor, enough: float) -> Tensor | None:
 def columns(gradients: Unwritten, part: slice, kind: torch.dtype | None = None) -> Tensor:
     """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``.
 
-    Written down layer by layer: beside what is returned, one layer's gradients are held.
-
     Args:
         kind: the precision; None is that in which gradients are taken apart.
     """
-    device, m = gradients.device, gradients.samples
-    places, start = {}, 0
-    for name, p in gradients.parameters.items():
-        low, high = max(part.start - start, 0), min(part.stop - start, p.numel())
-        if low < high:
-            places[name] = low, high, slice(start + low - part.start, start + high - part.start)
-        start += p.numel()
-    shape = m, _padded(part.stop - part.start, device)
-    out = torch.zeros(shape, dtype=kind or _precision(device), device=device)
-    met = set()
-    for name, g in gradients.of(places.keys()):
-        low, high, at = places[name]
-        place = out[:, at]
-        if high - low == gradients.parameters[name].numel():  # whatever the order in memory, one pass
-            values = g.dense()[:m]
-            place = place.view(values.shape)
-        else:
-            values = g.part(low, high)[:m]
-        if name in met:
-            place += values
-        else:
-            place.copy_(values)
-        met.add(name)
-    return out
+    device = gradients.device
+    return gradients.columns(part, kind or _precision(device), _padded(part.stop - part.start, device))
 
 
 @dataclass(frozen=True)

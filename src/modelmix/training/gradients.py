@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from modelmix.errors import ModelMixError
 from modelmix.training import kernels
 
 _SLACK = 2.0**-22  # a fraction of the margin that clipping keeps
@@ -68,10 +69,6 @@ class Gradients(ABC):
     @abstractmethod
     def times(self, factor: float) -> Gradients: ...
 
-    def first(self, count: int) -> Gradients:
-        """Those of the first samples."""
-        return self if count == self.samples else Dense(self.dense()[:count])
-
     def __add__(self, other: Gradients) -> Gradients:
         return Dense(self.dense() + other.dense())
 
@@ -103,6 +100,39 @@ class Unwritten(ABC):
         fewer = copy.copy(self)
         fewer.samples = count
         return fewer
+
+    def columns(self, part: slice, kind: torch.dtype, width: int) -> Tensor:
+        """m x width: a contiguous part of every sample's flat gradient, with zeros behind it.
+
+        Written down layer by layer: beside what is returned, one layer's gradients are held.
+
+        Args:
+            kind: the precision.
+        """
+        places, start = {}, 0
+        for name, p in self.parameters.items():
+            low, high = max(part.start - start, 0), min(part.stop - start, p.numel())
+            if low < high:
+                places[name] = low, high, slice(start + low - part.start, start + high - part.start)
+            start += p.numel()
+        out, met = torch.zeros(self.samples, width, dtype=kind, device=self.device), set()
+        for name, g in self.of(places.keys()):
+            if g.samples < self.samples:  # one row for several samples would let one of them add several times
+                raise ModelMixError(f"there are gradients of {g.samples} samples where {self.samples} were given.")
+            low, high, at = places[name]
+            place = out[:, at]
+            if high - low == self.parameters[name].numel():  # whatever the order in memory, one pass
+                values = g.dense()[: self.samples]
+                place = place.view(values.shape)
+            else:
+                values = g.part(low, high)[: self.samples]
+            if name in met:
+                place += values
+            else:
+                place.copy_(values)
+            met.add(name)
+            del g, values  # before those of the next layer
+        return out
 
 
 def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:

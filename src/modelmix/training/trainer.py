@@ -371,6 +371,7 @@ class Trainer:
                     assert basis is not None
                     gradients = self._engine.gradients(parameters, inputs, targets, self._multiplicity)
                     more, part = clip.sum(gradients, basis, weights)
+                    del gradients  # what layers saw, before the next chunk
                     embedded += more
                     parts.append(part)
                 total += parts[-1].total

@@ -221,14 +221,11 @@ class CompiledUses:
         return OfUses(uses, self._line.steady, self._samples)
 
     def _summed(self, gradients: Unwritten) -> ClippedSum:
-        """Of few samples, parameter by parameter."""
-        m, found = gradients.samples, []
-        for name, p in gradients.parameters.items():
-            total = p.new_zeros(m, p.numel())
-            for _, g in gradients.of({name}):
-                total = total + g.dense()[:m].reshape(m, p.numel())
-            found.append(Dense(total))
-        return self._CLIP.sum(found, torch.ones(m, dtype=torch.float64, device=gradients.device))
+        """Of few samples."""
+        sizes = [p.numel() for p in gradients.parameters.values()]
+        kind = torch.promote_types(next(iter(gradients.parameters.values())).dtype, torch.float32)
+        found = Dense(gradients.columns(slice(0, sum(sizes)), kind, sum(sizes)))
+        return self._CLIP.sum([found], torch.ones(found.samples, dtype=torch.float64, device=found.device))
 
 
 def key(parameters: dict[str, Tensor], *rest: Any) -> Any:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.engines import hooks
 from modelmix.training.engines.choice import choose, exact, quiet
 from modelmix.training.engines.chunk import Loss, check_rows, gradients_of_chunk, known, rows, sum_of_chunk
 from modelmix.training.engines.compiled import (
@@ -28,7 +27,7 @@ from modelmix.training.engines.compiled import (
     same_tensors,
 )
 from modelmix.training.engines.layers import rule_for, wide
-from modelmix.training.engines.unwritten import gradients_to_be_asked_for
+from modelmix.training.engines.unwritten import unwritten_gradients, uses_of_chunk
 from modelmix.training.gradients import Unwritten
 from modelmix.training.parameters import FlatParameters
 
@@ -137,7 +136,7 @@ class Engine:
             form = key(parameters, x, targets), self._modes(), copies
             if form not in self._seen:
                 try:
-                    see = partial(hooks.uses, self._model, loss, copies=copies)
+                    see = partial(uses_of_chunk, self._model, loss, copies=copies)
                     reference = self._reference(parameters, inputs, targets, copies)
                     with self._draws_apart():
                         self._seen[form] = CompiledUses(
@@ -151,7 +150,7 @@ class Engine:
             if line is not None:
                 return line(parameters, x, targets)
         parameters = self._at_precision(parameters)
-        return gradients_to_be_asked_for(self.name, self._model, loss, parameters, (x, targets), copies)
+        return unwritten_gradients(self.name, self._model, loss, parameters, (x, targets), copies)
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""

@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modelmix.errors import ModelMixError
 from modelmix.training import kernels
 from modelmix.training.engines import attention, normalisation
-from modelmix.training.engines.layers import any_layer, cannot_follow, is_standardised, linear, rule_for, standardised
+from modelmix.training.engines.layers import (
+    Values,
+    any_layer,
+    cannot_follow,
+    is_standardised,
+    linear,
+    rule_for,
+    standardised,
+)
 from modelmix.training.engines.universal import Loss, call_at, one_number
 from modelmix.training.gradients import Dense, Gradients
 
@@ -48,26 +56,21 @@ def _on_device(t: Tensor) -> bool:
     return t.is_cuda
 
 
-Values = Mapping[str, Tensor]
-Rule = Callable[..., dict[str, Gradients]]
-"""Gradients of a layer's parameters by their own names, from the values of these and what a ``Use`` has seen."""
-
-
 @dataclass(frozen=True)
 class Use:
     """One use of a layer: all that is needed to write its gradients down.
 
     Args:
         names: of its trained parameters; how the model calls each.
-        rule: how.
+        rule: gradients by the layer's own names, from the values of its parameters and what was seen.
         seen: from what, besides the values of the parameters.
     """
 
     names: Mapping[str, str]
-    rule: Rule
+    rule: Callable[..., dict[str, Gradients]]
     seen: tuple[Tensor, ...]
 
-    def gradients(self, parameters: Values) -> dict[str, Gradients]:
+    def gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Gradients]:
         """By the names of the model, whose parameters have these values."""
         with torch.no_grad():
             found = self.rule({own: parameters[name].detach() for own, name in self.names.items()}, *self.seen)
@@ -92,14 +95,14 @@ class Capture:
         model: nn.Module,
         *,
         samples: int | None = None,
-        parameters: Values | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         later: bool = False,
     ) -> None:
         self.gradients: dict[str, Gradients] = {}
-        self.uses: list[Use] | None = [] if later else None
+        self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
         self.samples = samples
-        self._parameters = parameters
+        self._parameters, self._later = parameters, later
         self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # The one name under which each trained parameter is known, however often it is tied.
         names = {id(p): name for name, p in self._own.items()}
@@ -203,8 +206,9 @@ class Capture:
         return output if followed is None else followed
 
     def _add(self, use: Use) -> None:
-        if self.uses is not None:
-            self.uses.extend([use] if use.names else [])
+        if self._later:
+            if use.names:
+                self.uses.append(use)
             return
         for name, found in use.gradients(self._own if self._parameters is None else self._parameters).items():
             self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
@@ -214,7 +218,7 @@ class Capture:
         module: nn.Module,
         x: Tensor,
         output: Tensor,
-        rule: Rule,
+        rule: Callable[..., dict[str, Gradients]],
         known: tuple[Tensor, ...] = (),
     ) -> Tensor | None:
         """Collects gradients when the backward pass reaches the output; returns what must take its place, if any.
@@ -261,7 +265,7 @@ def uses(
     model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
 ) -> list[Use]:
     """What the gradients of every sample can be computed from, layer by layer."""
-    return _captured(model, loss, parameters, inputs, targets, copies, later=True).uses or []
+    return _captured(model, loss, parameters, inputs, targets, copies, later=True).uses
 
 
 def _captured(

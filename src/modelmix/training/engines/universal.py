@@ -31,20 +31,36 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
+def _places(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(path, module, own name, value) of every place where a parameter lives, once, however it is tied."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        for own, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if names[id(p)] in parameters:
+                yield path, module, own, parameters[names[id(p)]]
+
+
 def call_at(model: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> Any:
     """A model on its inputs with other values of its parameters, by the names of ``named_parameters``.
 
     Every place where a parameter lives is named once. Left to find tied parameters by itself, ``functional_call`` swaps
     a module that is registered twice two times, and does not put its parameters back.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    places = {
-        f"{path}.{own}".lstrip("."): parameters[names[id(p)]]
-        for path, module in model.named_modules()
-        for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if names[id(p)] in parameters
-    }
+    places = {f"{path}.{own}".lstrip("."): value for path, _, own, value in _places(model, parameters)}
     return call(lambda *a, **k: functional_call(model, places, a, k, tie_weights=False), inputs)
+
+
+@contextmanager
+def running_at(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """The model has these values of its parameters for a while, so that a backward pass finds them as well."""
+    places = [(module, own, module._parameters[own], value) for _, module, own, value in _places(model, parameters)]
+    try:
+        for module, own, _, value in places:
+            module._parameters[own] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for module, own, before, _ in places:
+            module._parameters[own] = before
 
 
 @contextmanager
@@ -62,8 +78,11 @@ def one_number(value: Tensor) -> Tensor:
 
 def sample_loss(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
     """The mean over the copies of one sample, given as a small batch, of the loss of each."""
-    outputs = call_at(model, parameters, inputs)
-    copies = tree_leaves(inputs)[0].shape[0]
+    return mean_loss(loss, call_at(model, parameters, inputs), targets, tree_leaves(inputs)[0].shape[0])
+
+
+def mean_loss(loss: Loss, outputs: Any, targets: Any, copies: int) -> Tensor:
+    """The mean over the copies of one sample of the loss of each."""
     if copies == 1:
         return one_number(loss(outputs, targets))
     rows = [tree_map(lambda t, i=i: t[i : i + 1], (outputs, targets)) for i in range(copies)]
@@ -107,20 +126,20 @@ def per_sample_loop(
     names: AbstractSet[str] | None = None,
 ) -> dict[str, Gradients]:
     """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
-    fixed = {name: value.detach() for name, value in parameters.items()}
-    free = {name: value.requires_grad_() for name, value in fixed.items() if names is None or name in names}
+    free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+    wanted = [name for name in free if names is None or name in names]
     batch = split((inputs, targets), copies)
     samples = tree_leaves(batch)[0].shape[0]
-    found = {name: value.new_zeros(samples, *value.shape) for name, value in free.items()}
-    for i in range(samples):
-        with torch.enable_grad():
-            value = sample_loss(model, loss, fixed, *tree_map(lambda t, i=i: t[i], batch))
+    found = {name: free[name].new_zeros(samples, *free[name].shape) for name in wanted}
+    # All of it with these values: a layer that is computed again by the backward pass reads them again.
+    with torch.enable_grad(), running_at(model, free):
+        for i in range(samples):
+            x, y = tree_map(lambda t, i=i: t[i], batch)
+            value = mean_loss(loss, call(model, x), y, copies)
             if not value.requires_grad:
-                if names is not None:  # it may depend on others
-                    continue
                 raise ModelMixError("the loss does not depend on any trained parameter.")
-            gradients = torch.autograd.grad(value, list(free.values()), allow_unused=True)
-        for name, g in zip(found, gradients, strict=True):
-            if g is not None:
-                found[name][i] = g.to_dense()
+            gradients = torch.autograd.grad(value, [free[name] for name in wanted], allow_unused=True)
+            for name, g in zip(wanted, gradients, strict=True):
+                if g is not None:
+                    found[name][i] = g.to_dense()
     return {name: Dense(value) for name, value in found.items()}

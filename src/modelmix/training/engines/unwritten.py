@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from modelmix.training.engines import hooks
 from modelmix.training.engines.chunk import ENGINES, Loss, detached, rows, unchanged
@@ -24,14 +25,14 @@ class OfUses(Unwritten):
     def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
         for use in self._uses:
             if not names.isdisjoint(use.names.values()):
-                found = use.gradients(self.parameters)
-                yield from ((name, g) for name, g in found.items() if name in names)
+                yield from _chosen(use.gradients(self.parameters), names)
 
 
 class OfPasses(Unwritten):
     """By a pass over the samples each time, for models whose layers cannot be followed.
 
-    All passes draw the same random numbers, for dropout and the like.
+    All passes are given the same inputs, whatever the model does to them, and draw the same random numbers, for
+    dropout and the like, as long as they are torch's.
 
     Args:
         engine, model, loss: that give gradients.
@@ -42,7 +43,8 @@ class OfPasses(Unwritten):
         self, engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
     ) -> None:
         super().__init__(parameters, rows(batch) // copies)
-        self._engine, self._case = ENGINES[engine], (model, loss, parameters, *detached(*batch), copies)
+        self._engine, self._case = ENGINES[engine], (model, loss, parameters)
+        self._batch, self._copies = detached(*batch), copies
         self._seed = int(torch.randint(2**62, (), device="cpu"))
 
     def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
@@ -50,17 +52,28 @@ class OfPasses(Unwritten):
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices), unchanged(self._case[2]):
                 torch.manual_seed(self._seed)
-                found = self._engine(*self._case, names=names)
+                found = self._engine(*self._case, *tree_map(torch.clone, self._batch), self._copies, names=names)
             yield from found.items()
 
 
-def gradients_to_be_asked_for(
+def _chosen(found: dict[str, Gradients], names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
+    return ((name, g) for name, g in found.items() if name in names)
+
+
+def unwritten_gradients(
     engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
 ) -> Unwritten:
     """Those of a chunk, by any engine."""
     if engine != "hooks":
         return OfPasses(engine, model, loss, parameters, batch, copies)
-    samples = rows(batch) // copies
-    with unchanged(parameters):
-        uses = hooks.uses(model, loss, parameters, *detached(*batch), copies) if samples else []
+    samples, (inputs, targets) = rows(batch) // copies, batch
+    uses = uses_of_chunk(model, loss, parameters, inputs, targets, copies) if samples else []
     return OfUses(uses, parameters, samples)
+
+
+def uses_of_chunk(
+    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
+) -> list[hooks.Use]:
+    """What layers see of a chunk; every sample is ``copies`` rows in a row."""
+    with unchanged(parameters):
+        return hooks.uses(model, loss, parameters, *detached(inputs, targets), copies)
