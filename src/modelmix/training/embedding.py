@@ -299,7 +299,7 @@ class EmbeddingClip:
         drawn = weights.to(basis.device) > 0
         apart = _Apart(gradients, basis)
         found, squares = [], torch.zeros_like(drawn, dtype=torch.float64)
-        for group in apart.groups():
+        for group in range(len(basis.parts)):
             e, more = apart.first(group)
             found.append(e.double())
             squares += more
@@ -354,7 +354,7 @@ class EmbeddingClip:
         """The sum of residuals, scaled by ``smaller`` and truncated, and the sizes of all there is a bound on."""
         basis = apart.basis
         _, bound = Clip(self.c1, self.p).limits_on(basis.device)
-        total = torch.cat([torch.zeros_like(v[:, 0]) for _, v in basis.parts])
+        total = torch.zeros(basis.parts[-1][0].stop, dtype=torch.float64, device=basis.device)
         cuts, squares, images, wholes, pieces = [], [], [], [], _split(embeddings, basis)
         for group in apart.groups():
             e, (part, v) = pieces[group], basis.parts[group]
@@ -407,7 +407,7 @@ class _Apart:
         self._last: tuple[int, Dense] | None = None
 
     def groups(self) -> list[int]:
-        """In the order of the next pass."""
+        """In the order of a pass that follows another."""
         ahead = list(range(len(self.basis.parts)))
         return ahead[::-1] if self._last is not None and self._last[0] == ahead[-1] else ahead
 

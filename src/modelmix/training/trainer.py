@@ -33,7 +33,7 @@ from modelmix.training.guard import Watch, check_mechanism, check_model
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
-from modelmix.training.randomness import Randomness, StepRandomness
+from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.record import Record
 from modelmix.training.rules import Rule, State, propose_step
 from modelmix.training.sampling import Ahead, Chunk, TensorSource, as_source
@@ -350,8 +350,7 @@ class Trainer:
         total = torch.zeros_like(self._state.last)
         generator = draws.generator("augment", self._device)
         parts: list[ClippedSum] = []
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with draws_apart(self._device):
             # Dropout and the like draw from torch's own generator; seeded here, they repeat when a run is resumed.
             torch.manual_seed(draws.generator("model").initial_seed())
             basis = None if self._embedding is None else self._find_basis(self._embedding, parameters, draws)

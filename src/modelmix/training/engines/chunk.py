@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,7 +58,7 @@ def gradients_of_chunk(
 
 
 @contextmanager
-def unchanged(parameters: dict[str, Tensor]) -> Iterator[None]:
+def unchanged(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuses a model that writes to what is trained while it runs."""
     before = [p._version for p in parameters.values()]
     yield

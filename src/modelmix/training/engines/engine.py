@@ -30,6 +30,7 @@ from modelmix.training.engines.layers import rule_for, wide
 from modelmix.training.engines.unwritten import unwritten_gradients, uses_of_chunk
 from modelmix.training.gradients import Unwritten
 from modelmix.training.parameters import FlatParameters
+from modelmix.training.randomness import draws_apart
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -154,8 +155,7 @@ class Engine:
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""
-        device = next(self._original.parameters()).device
-        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        return draws_apart(next(self._original.parameters()).device)
 
     def _reference(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int) -> Reference:
         def reference(rows: slice, weights: Tensor, clip: Clip) -> ClippedSum:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map
 from modelmix.training.engines import hooks
 from modelmix.training.engines.chunk import ENGINES, Loss, detached, rows, unchanged
 from modelmix.training.gradients import Gradients, Unwritten
+from modelmix.training.randomness import draws_apart
 
 
 class OfUses(Unwritten):
@@ -43,16 +45,15 @@ class OfPasses(Unwritten):
         self, engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
     ) -> None:
         super().__init__(parameters, rows(batch) // copies)
-        self._engine, self._case = ENGINES[engine], (model, loss, parameters)
+        self._engine = partial(ENGINES[engine], model, loss, parameters)
         self._batch, self._copies = detached(*batch), copies
         self._seed = int(torch.randint(2**62, (), device="cpu"))
 
     def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
         if self.samples:
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices=devices), unchanged(self._case[2]):
+            with draws_apart(self.device), unchanged(self.parameters):
                 torch.manual_seed(self._seed)
-                found = self._engine(*self._case, *tree_map(torch.clone, self._batch), self._copies, names=names)
+                found = self._engine(*tree_map(torch.clone, self._batch), self._copies, names=names)
             yield from found.items()
 
 
