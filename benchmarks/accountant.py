@@ -18,7 +18,7 @@ import dp_accounting
 import numpy as np
 
 import modelmix as mm
-from modelmix.privacy import facts, renyi
+from modelmix.accounting import facts, renyi
 
 RESNET = {"sample_rate": 0.03, "mixing_width": 11.25, "p": 100}
 COMMAND = ["epsilon", "--z", "0.335", "--omega", "11.25", "--p", "100", "--q", "0.03", "--steps", "3400"]

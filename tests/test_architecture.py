@@ -23,10 +23,10 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "privacy").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((SOURCE / "accounting").glob("*.py")), ids=lambda p: p.stem)
 def test_privacy_imports_numbers_only(path):
     allowed = (
-        "modelmix.privacy",
+        "modelmix.accounting",
         "modelmix.errors",
         "modelmix.files",
         "numpy",
@@ -40,7 +40,7 @@ def test_privacy_imports_numbers_only(path):
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "theory").glob("*.py")), ids=lambda p: p.stem)
 def test_theory_imports_numbers_and_privacy_only(path):
-    allowed = ("modelmix.theory", "modelmix.privacy", "modelmix.errors", "numpy", "scipy", *sys.stdlib_module_names)
+    allowed = ("modelmix.theory", "modelmix.accounting", "modelmix.errors", "numpy", "scipy", *sys.stdlib_module_names)
     for name in imports(path) - {"__future__"}:
         assert name.startswith(allowed), f"{path.name} imports {name}"
 

@@ -9,14 +9,14 @@
 from typing import Any
 
 from modelmix._version import __version__
+from modelmix.accounting.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
+from modelmix.accounting.calibration import calibrate, max_steps
+from modelmix.accounting.comparison import compare
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
-from modelmix.privacy.calibration import calibrate, max_steps
-from modelmix.privacy.comparison import compare
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 
 _TRAINING = ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import modelmix as mm
+from modelmix.accounting.comparison import best_epsilon
 from modelmix.audit.mechanism import audit_mechanism, canaries, scores
-from modelmix.privacy.comparison import best_epsilon
 
 DELTA = 1e-3
 MECHANISMS = {

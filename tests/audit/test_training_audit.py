@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import modelmix as mm
+from modelmix.accounting.comparison import best_epsilon
 from modelmix.audit.bounds import epsilon_lower_bound
 from modelmix.audit.released import momentum_scores
 from modelmix.audit.training import attack
-from modelmix.privacy.comparison import best_epsilon
 from modelmix.training import randomness, rules, trainer
 from modelmix.training.clipping import Clip
 from modelmix.training.embedding import EmbeddingClip

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import modelmix as mm
+from modelmix.accounting.comparison import best_epsilon
 from modelmix.cli import audit as command
-from modelmix.privacy.comparison import best_epsilon
 
 HEADER = "audit at delta"
 

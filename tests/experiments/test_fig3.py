@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import modelmix as mm
+from modelmix.accounting.moments import sampled_log_moments
 from modelmix.experiments import fig3
-from modelmix.privacy.moments import sampled_log_moments
 
 
 def test_the_nine_numbers_of_the_paper():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import modelmix as mm
+from modelmix.accounting.ledger import Ledger
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
@@ -16,7 +17,6 @@ from modelmix.experiments.preparation import prepare
 from modelmix.experiments.recipe import Recipe
 from modelmix.features import Scattering, group_normalise, pretrained
 from modelmix.features.extractor import Extractor
-from modelmix.privacy.ledger import Ledger
 from modelmix.training import Performance
 
 BASE = {

@@ -7,11 +7,11 @@ import math
 import pytest
 
 import modelmix as mm
+from modelmix.accounting.comparison import best_epsilon
 from modelmix.errors import ModelMixError
 from modelmix.experiments import tables
 from modelmix.experiments.recipe import Recipe
 from modelmix.features.whitening import LENGTH
-from modelmix.privacy.comparison import best_epsilon
 
 SAMPLES = {"cifar10": 50_000, "svhn": 73_257, "fashion-mnist": 60_000}
 PRINTED = {

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from modelmix.accounting.accountant import epsilon, epsilon_curve
+from modelmix.accounting.comparison import best_epsilon, equal_variance, unmixed
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
 from modelmix.errors import ModelMixError
-from modelmix.privacy.accountant import epsilon, epsilon_curve
-from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.report import page_plots, words
 from modelmix.report.page import write_report
 

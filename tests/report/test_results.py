@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError
 from modelmix.experiments import tables
 from modelmix.experiments.results import Result, account, place, read
-from modelmix.privacy.ledger import Ledger
 from modelmix.report import results_page
 from modelmix.report.summary import summarise
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 
 import modelmix as mm
+from modelmix.accounting.laws import Gaussian, Laplace, Mixed
 from modelmix.experiments import amplification as experiment
-from modelmix.privacy.laws import Gaussian, Laplace, Mixed
 from modelmix.theory import amplification as closed
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy import special
 
 import modelmix as mm
+from modelmix.accounting.laws import Gaussian, Mixed
+from modelmix.accounting.moments import log_moments
 from modelmix.experiments import beyond as experiment
-from modelmix.privacy.laws import Gaussian, Mixed
-from modelmix.privacy.moments import log_moments
 from modelmix.theory import beyond, localised, rounding, sphere
 from modelmix.theory.worth import fisher_information
 

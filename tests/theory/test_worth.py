@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 import modelmix as mm
-from modelmix.privacy.laws import Gaussian, Laplace, Mixed
+from modelmix.accounting.laws import Gaussian, Laplace, Mixed
 from modelmix.theory import worth
 from modelmix.theory.amplification import loss_moments
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import modelmix as mm
+from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.ledger import Ledger
 from modelmix.training import Performance, Trainer
 
 RELEASE = mm.Mechanism(8.0, 1.0)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from modelmix.accounting.validation import at_least_zero, probability, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import at_least_zero, probability, whole
 
 Array = NDArray[np.float64]
 _CANDIDATES = 2000

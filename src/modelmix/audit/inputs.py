@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import whole
 from modelmix.audit.bounds import LowerBound, one_run_lower_bound
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import whole
 from modelmix.training.trainer import Trainer
 
 

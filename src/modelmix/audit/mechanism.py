@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.laws import Law
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Bound, Mechanism
+from modelmix.accounting.validation import whole
 from modelmix.audit.bounds import Array, LowerBound, epsilon_lower_bound
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.laws import Law
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Bound, Mechanism
-from modelmix.privacy.validation import whole
 
 _BLOCK = 2_000_000
 

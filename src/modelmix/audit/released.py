@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelmix.accounting.laws import Gaussian
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.audit.bounds import Array, LowerBound, epsilon_lower_bound
 from modelmix.audit.mechanism import canary_size, log_ratio
 from modelmix.audit.training import implant
-from modelmix.privacy.laws import Gaussian
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.training.mixing import midpoint
 from modelmix.training.rules import Rule, State, take_step
 

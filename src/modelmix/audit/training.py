@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import whole
 from modelmix.audit.bounds import Array, LowerBound, epsilon_lower_bound, one_run_lower_bound
 from modelmix.audit.mechanism import log_likelihood_ratio, parts, worst_width
 from modelmix.errors import ModelMixError
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import whole
 from modelmix.training.embedding import Embedding
 from modelmix.training.trainer import Trainer
 

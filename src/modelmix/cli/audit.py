@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.validation import probability, whole
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
-from modelmix.privacy.comparison import best_epsilon
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.validation import probability, whole
 
 _QUICK = 4e7  # coordinates drawn in all: about twenty seconds on one core
 _FULL = 1e9

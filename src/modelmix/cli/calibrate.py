@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix.accounting import calibration
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.validation import positive
 from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
-from modelmix.privacy import calibration
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.ledger import Ledger, Phase
-from modelmix.privacy.validation import positive
 
 _LONG_NAMES = {"z": "noise_multiplier", "omega": "mixing_width", "q": "sample_rate", "p": "p"}
 _SAFE = {"z": ROUND_CEILING, "omega": ROUND_CEILING, "q": ROUND_FLOOR}

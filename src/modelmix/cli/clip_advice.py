@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from modelmix.accounting.calibration import calibrate
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.validation import positive, whole
 from modelmix.cli import show
 from modelmix.cli.options import DataDir, Json
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.calibration import calibrate
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.validation import positive, whole
 from modelmix.theory import nonconvex
 from modelmix.theory.clipping import NormHistogram, histogram
 from modelmix.theory.kappa import fit_tail

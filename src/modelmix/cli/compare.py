@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from modelmix.accounting.comparison import compare as honest_comparison
 from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
-from modelmix.privacy.comparison import compare as honest_comparison
 from modelmix.theory import worth
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix.accounting import comparison
+from modelmix.accounting.accountant import Guarantee, delta, guarantee, rdp
 from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
-from modelmix.privacy import comparison
-from modelmix.privacy.accountant import Guarantee, delta, guarantee, rdp
 
 
 @takes_mechanism

@@ -7,10 +7,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from modelmix.accounting.validation import whole
 from modelmix.cli import show
 from modelmix.errors import ModelMixError
 from modelmix.experiments import fig2
-from modelmix.privacy.validation import whole
 
 DEFAULT = "fashion-mini"
 

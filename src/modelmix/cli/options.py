@@ -10,10 +10,10 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.mechanism import Mechanism, mixing_width
+from modelmix.accounting.validation import rate, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.ledger import Ledger, Phase
-from modelmix.privacy.mechanism import Mechanism, mixing_width
-from modelmix.privacy.validation import rate, whole
 
 _RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"
 RUN = "The run"

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory import beyond, localised, rounding, sphere
 
 _ADDED = {

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.ledger import Phase
-from modelmix.privacy.mechanism import Mechanism
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.ledger import Phase
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.report.words import assumptions, up
 
 __all__ = ["GUARANTEE", "as_json", "assumptions", "describe", "phase_line", "rounded", "table", "up"]

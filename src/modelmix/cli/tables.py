@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from modelmix.accounting.validation import whole
 from modelmix.cli import show
 from modelmix.cli.options import Knobs
 from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments import tables
 from modelmix.experiments.results import Result
-from modelmix.privacy.validation import whole
 
 if TYPE_CHECKING:
     from modelmix.experiments.reproduction import Run

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.calibration import calibrate
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.cli.randomness import randomness
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.calibration import calibrate
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory import nonconvex, utility
 
 theory = typer.Typer(help="The paper's theorems as answers: utility, clipping, amplification, other randomness.")
@@ -184,8 +184,8 @@ def amplification(
     """Theorem 4.2 with its constants: the loss by quadrature, Bernstein's bound, the Renyi accountant beside them."""
     import numpy as np
 
+    from modelmix.accounting.laws import Laplace, Mixed
     from modelmix.experiments import amplification as experiment
-    from modelmix.privacy.laws import Laplace, Mixed
     from modelmix.report import amplification as picture
     from modelmix.report import style
     from modelmix.theory import amplification as closed

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from modelmix.accounting.accountant import epsilon as ledger_epsilon
+from modelmix.accounting.comparison import best_epsilon, equal_variance, unmixed
+from modelmix.accounting.ledger import Ledger
 from modelmix.cli import show
 from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
 from modelmix.cli.start import needs_torch, plain_warnings
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
 from modelmix.experiments.sources import NAMES, NORMALISATIONS, check_mirror
-from modelmix.privacy.accountant import epsilon as ledger_epsilon
-from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
-from modelmix.privacy.ledger import Ledger
 
 if TYPE_CHECKING:
     from modelmix.training import Trainer

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from modelmix.accounting.accountant import guarantee
+from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.validation import at_least_zero
 from modelmix.cli import show
 from modelmix.cli.options import Json
-from modelmix.privacy.accountant import guarantee
-from modelmix.privacy.comparison import best_epsilon
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.validation import at_least_zero
 
 
 def verify(

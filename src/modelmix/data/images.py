@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import whole
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 SMALLEST = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from modelmix.accounting.validation import whole
 from modelmix.data.dataset import Split
-from modelmix.privacy.validation import whole
 
 _COARSE = 6  # patterns are drawn on a grid this fine and smoothed
 

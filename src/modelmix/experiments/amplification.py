@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from modelmix.accounting.accountant import epsilon
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.privacy.accountant import epsilon
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory.amplification import bernstein, law_window
 
 Array = NDArray[np.float64]

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.files import write_atomically
-from modelmix.privacy.comparison import best_epsilon
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism
 
 DELTA = 1e-5
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from modelmix.accounting.accountant import epsilon
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import UnprovedError
-from modelmix.privacy.accountant import epsilon
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory import beyond, sphere
 
 Array = NDArray[np.float64]

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmix.accounting.calibration import calibrate
+from modelmix.accounting.comparison import best_epsilon, equal_variance
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
 from modelmix.files import write_atomically
-from modelmix.privacy.calibration import calibrate
-from modelmix.privacy.comparison import best_epsilon, equal_variance
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import whole
 
 if TYPE_CHECKING:
     from modelmix.data import DataSet

@@ -15,11 +15,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from modelmix.privacy.accountant import epsilon, epsilon_curve
-from modelmix.privacy.calibration import smallest_safe
-from modelmix.privacy.functions import Array
-from modelmix.privacy.mechanism import Mechanism, mixing_width
-from modelmix.privacy.moments import sampled_log_moments
+from modelmix.accounting.accountant import epsilon, epsilon_curve
+from modelmix.accounting.calibration import smallest_safe
+from modelmix.accounting.functions import Array
+from modelmix.accounting.mechanism import Mechanism, mixing_width
+from modelmix.accounting.moments import sampled_log_moments
 
 N, CLIP, DELTA, STEPS, PLAIN_EPSILON = 50_000, 20.0, 1e-5, 5_000, 200.0
 RATES = (0.02, 0.04)

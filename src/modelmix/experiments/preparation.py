@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.data import DataSet, Split
 from modelmix.data.public import public_images
 from modelmix.errors import ModelMixError
@@ -21,8 +23,6 @@ from modelmix.features import (
     group_normalise,
     private_channel_normalisation,
 )
-from modelmix.privacy.ledger import Ledger, Phase
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.training.embedding import Embedding, random_labels
 from modelmix.training.randomness import Randomness
 from modelmix.training.sampling import Source, as_source

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmix.accounting.accountant import epsilon as ledger_epsilon
+from modelmix.accounting.calibration import smallest_safe
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import positive, probability, rate, whole
 from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
-from modelmix.privacy.accountant import epsilon as ledger_epsilon
-from modelmix.privacy.calibration import smallest_safe
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import positive, probability, rate, whole
 
 if TYPE_CHECKING:
     from modelmix.data import DataSet

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError
 from modelmix.experiments.tables import KINDS, TABLES
 from modelmix.files import write_atomically
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.comparison import best_epsilon
-from modelmix.privacy.ledger import Ledger
 
 SCHEMA, VERSION = "modelmix-result", 1
 

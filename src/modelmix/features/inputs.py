@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import whole
 
 Colours = tuple[float, float, float]
 

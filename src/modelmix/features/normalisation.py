@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelmix.accounting.ledger import Phase
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.ledger import Phase
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import whole
 from modelmix.training.clipping import Clip
 from modelmix.training.randomness import StepRandomness
 

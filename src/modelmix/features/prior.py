@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor, nn
 
+from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError
 from modelmix.features.synthetic import synthetic
 from modelmix.features.views import views
 from modelmix.models.residual import WideResNet16
-from modelmix.privacy.validation import positive, whole
 
 _CANVAS = 48  # of the images that views are cut from
 _GENERATED = 2048  # images at a time

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
 from modelmix.features.cache import Transform, told
 from modelmix.features.characters import characters
 from modelmix.features.silhouettes import silhouettes
 from modelmix.features.synthetic import synthetic
-from modelmix.privacy.validation import whole
 
 LENGTH = 5.0
 """Of the features of every image. The bias of a linear model has the input 1: a 26th of a gradient's square is its."""

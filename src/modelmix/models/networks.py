@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from modelmix.accounting.validation import whole
 from modelmix.data.dataset import to_float
-from modelmix.privacy.validation import whole
 
 SMALLEST_SIDE = 8
 """The smallest height and width that `cnn` takes."""

@@ -8,12 +8,12 @@ from functools import partial
 
 from torch import nn
 
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
 from modelmix.imports import current_folder_importable, imported, one_line
 from modelmix.models.networks import cnn, linear, mlp
 from modelmix.models.residual import ResNet20, WideResNet16
 from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
-from modelmix.privacy.validation import whole
 
 Shape = tuple[int, ...]
 

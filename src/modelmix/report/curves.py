@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from modelmix.accounting.comparison import best_epsilon, equal_variance, unmixed
+from modelmix.accounting.functions import Array
+from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import positive
 from modelmix.errors import ModelMixError
-from modelmix.privacy.comparison import best_epsilon, equal_variance, unmixed
-from modelmix.privacy.functions import Array
-from modelmix.privacy.ledger import Ledger, Phase
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import positive
 from modelmix.report import style
 
 _STEP_POINTS, _WIDTH_POINTS = 17, 33  # a privacy-loss distribution costs a fraction of a second

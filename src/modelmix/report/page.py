@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.comparison import Line, best_epsilon, equal_variance, unmixed
+from modelmix.accounting.ledger import Ledger
 from modelmix.files import write_atomically
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.comparison import Line, best_epsilon, equal_variance, unmixed
-from modelmix.privacy.ledger import Ledger
 from modelmix.report import page_plots as plots
 from modelmix.report import words
 from modelmix.report.page_data import Run, read_run

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.validation import probability
 from modelmix.errors import ModelMixError
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.validation import probability
 from modelmix.report.words import number
 
 SCHEMA = "modelmix-run"

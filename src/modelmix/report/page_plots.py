@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelmix.privacy.accountant import epsilon
-from modelmix.privacy.comparison import Line
-from modelmix.privacy.ledger import Ledger
+from modelmix.accounting.accountant import epsilon
+from modelmix.accounting.comparison import Line
+from modelmix.accounting.ledger import Ledger
 from modelmix.report import style
 from modelmix.report.page_html import Html
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.experiments.sources import FIXED
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism
 
 SEEDED = (
     "seeded: for tests only; whoever knows the seed can remove the noise; this run has no privacy guarantee to publish"

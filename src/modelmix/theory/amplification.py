@@ -25,11 +25,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed, known
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.quadrature import panel_rule
+from modelmix.accounting.validation import positive, probability, whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed, known
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.quadrature import panel_rule
-from modelmix.privacy.validation import positive, probability, whole
 
 Array = NDArray[np.float64]
 _GRID = 24

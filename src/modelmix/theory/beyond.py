@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from modelmix.accounting.facts import CHECKED_ORDERS
+from modelmix.accounting.laws import Law
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.moments import log_moments
+from modelmix.accounting.validation import at_least_zero, positive
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.facts import CHECKED_ORDERS
-from modelmix.privacy.laws import Law
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.moments import log_moments
-from modelmix.privacy.validation import at_least_zero, positive
 
 Array = NDArray[np.float64]
 _FINEST = 4000  # points of the grid on which convexity is looked at, at most

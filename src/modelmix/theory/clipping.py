@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
+from modelmix.accounting.validation import positive
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import positive
 from modelmix.theory.kappa import tail_constant
 
 Array = NDArray[np.float64]

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
+from modelmix.accounting.validation import rate
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.validation import rate
 
 ADDED = "randomness is added, and independent of the samples"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from modelmix.accounting.validation import at_least_zero, positive, probability, rate, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import at_least_zero, positive, probability, rate, whole
 from modelmix.theory.utility import Bound, Setting
 
 

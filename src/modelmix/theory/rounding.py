@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import positive, whole
 from modelmix.theory.localised import ADDED
 
 FORMATS = {"bf16": 7, "fp8-e4m3": 3, "fp8-e5m2": 2, "fp16": 10}

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from modelmix.accounting.functions import log_bracket
+from modelmix.accounting.renyi import epsilons, orders_at, refine, sampled_curve
+from modelmix.accounting.validation import positive, probability, rate, whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.functions import log_bracket
-from modelmix.privacy.renyi import epsilons, orders_at, refine, sampled_curve
-from modelmix.privacy.validation import positive, probability, rate, whole
 
 Array = NDArray[np.float64]
 

@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import at_least_zero, positive, rate, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import at_least_zero, positive, rate, whole
 
 PADDINGS: Mapping[str, float] = MappingProxyType({"exact": 1.0, "paper": 3.0})
 """Twelve times the variance that padding adds to a coordinate, at most, over tau^2."""

@@ -18,11 +18,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.calibration import smallest_safe
+from modelmix.accounting.laws import Gaussian, Law, Mixed
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.calibration import smallest_safe
-from modelmix.privacy.laws import Gaussian, Law, Mixed
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory.amplification import loss_moments
 
 _SMALL = 1e-3

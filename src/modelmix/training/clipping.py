@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import positive, whole
 from modelmix.training.gradients import Dense, Gradients
 
 MARGIN = 2.0**-20

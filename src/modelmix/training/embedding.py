@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.validation import whole
 from modelmix.training import kernels
 from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
 from modelmix.training.engines.choice import rough

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError
 from modelmix.files import TEMPORARY, lock, write_atomically
-from modelmix.privacy.ledger import Ledger
 
 SCHEMA, VERSION = "modelmix-run", 1
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.mechanism import Mechanism
 
 ALONE = "a sample's gradient depends on that sample and the released state alone"
 FIXED = "whatever is not trained stays as it was"

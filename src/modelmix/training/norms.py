@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelmix.accounting.ledger import Phase
+from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.privacy.ledger import Phase
-from modelmix.privacy.mechanism import Mechanism
 from modelmix.theory.clipping import EDGES, Array, Bias, NormHistogram, bin_of
 from modelmix.training.engines import Loss, universal
 from modelmix.training.guard import check_model

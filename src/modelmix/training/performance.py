@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import whole
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of gradients held at once: about a cache, and a fraction of a card
 _TILE = 32  # samples of which a chunk on an accelerator is a multiple, if so many fit

@@ -22,11 +22,11 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from modelmix.accounting.accountant import epsilon as ledger_epsilon
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism, mixing_width
+from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.accountant import epsilon as ledger_epsilon
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism, mixing_width
-from modelmix.privacy.validation import positive, whole
 from modelmix.training import engines
 from modelmix.training.clipping import Clip
 from modelmix.training.engines.hooks import Capture

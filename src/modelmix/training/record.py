@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from modelmix._version import __version__
+from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.ledger import Ledger
 from modelmix.report.events import EventFile
 from modelmix.training.folder import SCHEMA, VERSION, RunFolder
 

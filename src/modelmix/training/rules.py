@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import at_least_zero
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import at_least_zero
 from modelmix.training.mixing import PADDINGS, midpoint, padded_gap
 from modelmix.training.randomness import StepRandomness
 

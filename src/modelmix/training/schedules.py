@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.validation import positive, whole
 
 _SHAPES = ("pieces", "linear", "cosine")
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from modelmix.accounting.accountant import epsilon as ledger_epsilon
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism, mixing_width
+from modelmix.accounting.validation import probability, whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.accountant import epsilon as ledger_epsilon
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism, mixing_width
-from modelmix.privacy.validation import probability, whole
 from modelmix.report.words import up
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from modelmix.privacy.validation import whole
+from modelmix.accounting.validation import whole
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import universal
 from modelmix.training.engines.choice import choose, quiet

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
-from modelmix.privacy.accountant import renyi_curve
-from modelmix.privacy.functions import log_expm1
-from modelmix.privacy.moments import log_moments, sampled_log_moments
-from modelmix.privacy.renyi import LAST_LEVEL, epsilons, orders_at, step_curve
+from modelmix.accounting.accountant import renyi_curve
+from modelmix.accounting.functions import log_expm1
+from modelmix.accounting.moments import log_moments, sampled_log_moments
+from modelmix.accounting.renyi import LAST_LEVEL, epsilons, orders_at, step_curve
 
 WHOLE = list(range(2, 65))
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from oracle import excess
 
 import modelmix as mm
-from modelmix.privacy import moments
-from modelmix.privacy.functions import log_bracket, log_expm1
-from modelmix.privacy.moments import log_excess, log_moments
-from modelmix.privacy.quadrature import panel_rule, strip_rule
+from modelmix.accounting import moments
+from modelmix.accounting.functions import log_bracket, log_expm1
+from modelmix.accounting.moments import log_excess, log_moments
+from modelmix.accounting.quadrature import panel_rule, strip_rule
 
 FAMILIES = {"gaussian": mm.Gaussian, "laplace": mm.Laplace}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import modelmix as mm
-from modelmix.privacy.comparison import best_epsilon, pld_epsilon
-from modelmix.privacy.moments import log_moments
+from modelmix.accounting.comparison import best_epsilon, pld_epsilon
+from modelmix.accounting.moments import log_moments
 
 LAW = mm.Mixed(mm.Gaussian(1.0), 10.0)
 SHIFT = 2.0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import modelmix as mm
-from modelmix.privacy.comparison import best_epsilon, unmixed
+from modelmix.accounting.comparison import best_epsilon, unmixed
 
 CORNERS = list(itertools.product([0.05, 1000.0], [0.0, 1e-6, 1e6], [1, 10**7], [1e-6, 1.0], [1, 10**8]))
 

@@ -32,9 +32,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from modelmix.accounting.functions import Array
+from modelmix.accounting.laws import Gaussian, Law, Mixed, known
 from modelmix.errors import UnprovedError
-from modelmix.privacy.functions import Array
-from modelmix.privacy.laws import Gaussian, Law, Mixed, known
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 _DEPTH = 60.0  # panels go on until the integrand has fallen by exp(-60) from its peak

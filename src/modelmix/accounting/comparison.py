@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.calibration import calibrate, smallest_safe
+from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian
+from modelmix.accounting.validation import probability
 from modelmix.errors import UnprovedError
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.calibration import calibrate, smallest_safe
-from modelmix.privacy.ledger import Ledger
-from modelmix.privacy.mechanism import Mechanism, equal_variance_gaussian
-from modelmix.privacy.validation import probability
 
 _RESOLUTION = 2e4  # buckets per epsilon; the pessimistic rounding costs a few parts in this many
 _STEP_LOSS = 1e-3  # what all the steps' rounding may add to epsilon, as a fraction

@@ -35,10 +35,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from modelmix.accounting.laws import Gaussian
+from modelmix.accounting.mechanism import Bound, Mechanism
+from modelmix.accounting.validation import LARGEST, positive
 from modelmix.errors import UnprovedError
-from modelmix.privacy.laws import Gaussian
-from modelmix.privacy.mechanism import Bound, Mechanism
-from modelmix.privacy.validation import LARGEST, positive
 
 _KEY = "clip_ratio"
 

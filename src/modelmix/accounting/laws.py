@@ -19,9 +19,9 @@ from typing import ClassVar
 import numpy as np
 from scipy import special
 
+from modelmix.accounting.functions import Array, log_exp_minus_line, log_expm1
+from modelmix.accounting.validation import LARGEST, at_least_zero, positive
 from modelmix.errors import ModelMixError
-from modelmix.privacy.functions import Array, log_exp_minus_line, log_expm1
-from modelmix.privacy.validation import LARGEST, at_least_zero, positive
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _LEGENDRE_X, _LEGENDRE_W = np.polynomial.legendre.leggauss(14)

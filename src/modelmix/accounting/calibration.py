@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.laws import Law
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.renyi import Conversion
+from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.accountant import epsilon as renyi_epsilon
-from modelmix.privacy.embedding import EmbeddingMechanism
-from modelmix.privacy.laws import Law
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.renyi import Conversion
-from modelmix.privacy.validation import positive, whole
 
 _LEAST, _MOST = 1e-9, 1e12
 _LARGEST_COUNT = 2**50

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from modelmix.accounting.embedding import mechanism_from_dict
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.files import write_atomically
-from modelmix.privacy.embedding import mechanism_from_dict
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.validation import whole
 
 SCHEMA = "modelmix-ledger"
 VERSION = 1

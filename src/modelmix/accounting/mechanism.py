@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
+from modelmix.accounting.validation import LARGEST, at_least_zero, positive, rate, whole
 from modelmix.errors import ModelMixError
-from modelmix.privacy.laws import Gaussian, Laplace, Law, Mixed
-from modelmix.privacy.validation import LARGEST, at_least_zero, positive, rate, whole
 
 LAWS: Mapping[str, Callable[[float], Law]] = {"gaussian": Gaussian, "laplace": Laplace}
 

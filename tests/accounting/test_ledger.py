@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
-from modelmix.privacy.ledger import Phase
+from modelmix.accounting.ledger import Phase
 
 A, B = mm.Mechanism(0.335, 0.03, 11.25, 100), mm.Mechanism(2.0, 0.01, law="laplace")
 LEDGER = mm.Ledger().add(A, 300).add(B, 20).add(A, 1)
@@ -106,7 +106,7 @@ def test_other_json_is_refused(text):
     ],
 )
 def test_bad_phases_with_a_good_digest_are_refused(phases):
-    from modelmix.privacy.ledger import SCHEMA, VERSION, _digest
+    from modelmix.accounting.ledger import SCHEMA, VERSION, _digest
 
     body = {"schema": SCHEMA, "version": VERSION, "phases": phases}
     with pytest.raises(mm.ModelMixError):
@@ -130,7 +130,7 @@ def test_tricks_with_json_are_refused(text):
 
 
 def test_a_version_is_a_number():
-    from modelmix.privacy.ledger import SCHEMA, _digest
+    from modelmix.accounting.ledger import SCHEMA, _digest
 
     body = {"schema": SCHEMA, "version": True, "phases": []}
     with pytest.raises(mm.ModelMixError, match="version"):

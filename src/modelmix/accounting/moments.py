@@ -13,10 +13,10 @@ import math
 
 import numpy as np
 
+from modelmix.accounting.functions import Array, log_bracket
+from modelmix.accounting.laws import Law, Mixed, known
+from modelmix.accounting.quadrature import Rule, panel_rule, rule_is_proved, strip_rule
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.functions import Array, log_bracket
-from modelmix.privacy.laws import Law, Mixed, known
-from modelmix.privacy.quadrature import Rule, panel_rule, rule_is_proved, strip_rule
 
 _EPS = float(np.finfo(np.float64).eps)
 _ROUNDING = 8 * _EPS  # error granted to a difference of two log-densities, per unit of what is summed in them

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmix.privacy.functions import log_bracket, log_exp_minus_line, log_expm1
+from modelmix.accounting.functions import log_bracket, log_exp_minus_line, log_expm1
 
 
 @settings(max_examples=200)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import optimize, special
 
 import modelmix as mm
-from modelmix.privacy.comparison import best_epsilon, equal_variance, plain_noise_for, pld_epsilon, unmixed
+from modelmix.accounting.comparison import best_epsilon, equal_variance, plain_noise_for, pld_epsilon, unmixed
 
 
 def plain(z: float, q: float, steps: int) -> mm.Ledger:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
-from modelmix.privacy.facts import CHECKED_ORDERS, convexity, width_growth
-from modelmix.privacy.moments import log_moments
-from modelmix.privacy.quadrature import panel_rule
+from modelmix.accounting.facts import CHECKED_ORDERS, convexity, width_growth
+from modelmix.accounting.moments import log_moments
+from modelmix.accounting.quadrature import panel_rule
 
 WIDTHS = [0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 16.0, 30.0, 80.0]
 FAMILIES = {"gaussian": mm.Gaussian, "laplace": mm.Laplace}

@@ -15,12 +15,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from modelmix.accounting.functions import Array
+from modelmix.accounting.laws import Law, Mixed, known
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.moments import log_moments
+from modelmix.accounting.quadrature import panel_rule
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.privacy.functions import Array
-from modelmix.privacy.laws import Law, Mixed, known
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.moments import log_moments
-from modelmix.privacy.quadrature import panel_rule
 
 CHECKED_ORDERS = np.array([2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 256.0])
 _GRID = 24

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import density
 
 import modelmix as mm
-from modelmix.privacy.facts import mass
+from modelmix.accounting.facts import mass
 
 LAWS = {
     "gaussian": mm.Gaussian(0.7),

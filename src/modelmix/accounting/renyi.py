@@ -18,12 +18,12 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
+from modelmix.accounting.facts import require_facts
+from modelmix.accounting.functions import Array, log_expm1
+from modelmix.accounting.laws import Laplace, known
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.moments import log_moments
 from modelmix.errors import ModelMixError
-from modelmix.privacy.facts import require_facts
-from modelmix.privacy.functions import Array, log_expm1
-from modelmix.privacy.laws import Laplace, known
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.moments import log_moments
 
 Conversion = Literal["improved", "classic"]
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from modelmix.errors import ModelMixError
-from modelmix.privacy.functions import Array
-from modelmix.privacy.ledger import Ledger, Phase
-from modelmix.privacy.mechanism import Mechanism
-from modelmix.privacy.renyi import (
+from modelmix.accounting.functions import Array
+from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.renyi import (
     LAST_LEVEL,
     Conversion,
     epsilons,
@@ -24,7 +23,8 @@ from modelmix.privacy.renyi import (
     total_variation,
     worst_loss,
 )
-from modelmix.privacy.validation import at_least_zero, probability, whole
+from modelmix.accounting.validation import at_least_zero, probability, whole
+from modelmix.errors import ModelMixError
 
 # Rounding of the last few operations, which act on numbers that are upper bounds already.
 _UP = 1 + 1e-13

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 import modelmix as mm
-from modelmix.privacy.accountant import renyi_curve
-from modelmix.privacy.comparison import best_epsilon, equal_variance, pld_epsilon, unmixed
-from modelmix.privacy.moments import sampled_log_moments
-from modelmix.privacy.renyi import step_curve
+from modelmix.accounting.accountant import renyi_curve
+from modelmix.accounting.comparison import best_epsilon, equal_variance, pld_epsilon, unmixed
+from modelmix.accounting.moments import sampled_log_moments
+from modelmix.accounting.renyi import step_curve
 from modelmix.report.words import assumptions
 
 YU = 2.083806
