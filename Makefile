@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: train test test-gpu lint bench clean
+.PHONY: train test test-gpu lint bench mutants clean
 
 train: $(READY)  ## private training on the embedded images, with a report at the end
 	$(BIN)/modelmix train
@@ -24,6 +24,9 @@ lint: $(READY)  ## style and types
 bench: $(READY)  ## speed of the accountant and of training
 	$(BIN)/python benchmarks/accountant.py
 	$(BIN)/python benchmarks/training.py
+
+mutants: $(READY)  ## which bugs in the accountant no test would see; MUTANTS='--files training/rules.py' asks for others
+	$(BIN)/python tools/mutants.py --jobs 2 $(MUTANTS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

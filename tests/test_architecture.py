@@ -24,7 +24,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "accounting").glob("*.py")), ids=lambda p: p.stem)
-def test_privacy_imports_numbers_only(path):
+def test_accounting_imports_numbers_only(path):
     allowed = (
         "modelmix.accounting",
         "modelmix.errors",
@@ -39,7 +39,7 @@ def test_privacy_imports_numbers_only(path):
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "theory").glob("*.py")), ids=lambda p: p.stem)
-def test_theory_imports_numbers_and_privacy_only(path):
+def test_theory_imports_numbers_and_accounting_only(path):
     allowed = ("modelmix.theory", "modelmix.accounting", "modelmix.errors", "numpy", "scipy", *sys.stdlib_module_names)
     for name in imports(path) - {"__future__"}:
         assert name.startswith(allowed), f"{path.name} imports {name}"

@@ -9,18 +9,21 @@
 from typing import Any
 
 from modelmix._version import __version__
-from modelmix.accounting.accountant import Guarantee, delta, epsilon, epsilon_curve, guarantee, rdp
+from modelmix.accounting.accountant import rdp
 from modelmix.accounting.calibration import calibrate, max_steps
 from modelmix.accounting.comparison import compare
 from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.guarantee import Guarantee, delta, epsilon, epsilon_curve, guarantee
 from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
-from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.accounting.plan import Plan, plan
+from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 
 _TRAINING = ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
 
 __all__ = [
+    "BudgetExceeded",
     "Clip",
     "Embedding",
     "EmbeddingMechanism",
@@ -33,6 +36,7 @@ __all__ = [
     "Mixed",
     "ModelMixError",
     "Performance",
+    "Plan",
     "Schedule",
     "Trainer",
     "UnprovedError",
@@ -48,6 +52,7 @@ __all__ = [
     "make_private",
     "max_steps",
     "mixing_width",
+    "plan",
     "rdp",
 ]
 

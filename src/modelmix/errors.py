@@ -1,10 +1,15 @@
-"""The two ways in which ModelMix says no. Both carry one line written for a person."""
+"""The ways in which ModelMix says no. Each carries one line written for a person."""
 
 from __future__ import annotations
 
 
 class ModelMixError(ValueError):
     """An input that cannot be right. The message says what is wrong, what is allowed and what to do."""
+
+
+def for_holder(message: str) -> ModelMixError:
+    """Return an error that tells something of private samples: for stderr, never for a file that leaves the house."""
+    return ModelMixError(f"{message} (for the data holder's eyes)")
 
 
 class UnprovedError(ModelMixError):
@@ -21,3 +26,7 @@ class UnprovedError(ModelMixError):
         self.rule = rule
         self.reason = reason
         self.fix = fix
+
+
+class BudgetExceeded(ModelMixError):  # noqa: N818, the field speaks of an exceeded budget
+    """A step or a release that goes past what was planned. Nothing was spent; extend the plan to go on."""

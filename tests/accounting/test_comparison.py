@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon, equal_variance, plain_noise_for, pld_epsilon, unmixed
+from modelmix.accounting import pld
+from modelmix.accounting.comparison import plain_noise_for
+from modelmix.accounting.guarantee import guarantee
+from modelmix.accounting.pld import equal_variance, pld_epsilon, unmixed
 
 
 def plain(z: float, q: float, steps: int) -> mm.Ledger:
@@ -40,7 +44,7 @@ def test_pld_meets_the_analytic_gaussian(z, steps, delta):
     if mu > 30 or exact_delta(0.0) <= delta:
         return
     exact = optimize.brentq(lambda e: exact_delta(e) - delta, 0, mu * mu / 2 + 20 * mu)
-    found = best_epsilon(plain(z, 1.0, steps), delta).epsilon
+    found = guarantee(plain(z, 1.0, steps), delta).epsilon
     assert exact * (1 - 1e-9) <= found
     assert found <= exact * 1.005 + 1e-4
 
@@ -51,7 +55,7 @@ def test_pld_meets_the_analytic_gaussian(z, steps, delta):
 )
 def test_noise_of_the_transforms_never_lowers_a_line(z, steps, delta, exact):
     """For a tiny delta the library's Fourier noise is as large as delta itself; its answer is then not used."""
-    assert best_epsilon(plain(z, 1.0, steps), delta).epsilon >= exact * (1 - 1e-5)
+    assert guarantee(plain(z, 1.0, steps), delta).epsilon >= exact * (1 - 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_noise_of_the_transforms_never_lowers_a_line(z, steps, delta, exact):
 )
 def test_a_breakdown_of_the_library_leaves_the_renyi_value(z, q, steps):
     """With buckets of 1e-9 its probabilities are differences of rounding errors, and its transforms overflow."""
-    line = best_epsilon(plain(z, q, steps), 1e-5)
+    line = guarantee(plain(z, q, steps), 1e-5)
     assert line.accountant == "RDP"
     assert line.epsilon == mm.epsilon(mm.Mechanism(z, q), 1e-5, steps=steps)
 
@@ -68,7 +72,7 @@ def test_a_breakdown_of_the_library_leaves_the_renyi_value(z, q, steps):
 @settings(max_examples=15)
 @given(z=st.floats(0.5, 20), q=st.floats(1e-3, 0.5), steps=st.integers(1, 10**4))
 def test_best_is_never_above_either(z, q, steps):
-    line = best_epsilon(plain(z, q, steps), 1e-5)
+    line = guarantee(plain(z, q, steps), 1e-5)
     assert line.epsilon <= mm.epsilon(mm.Mechanism(z, q), 1e-5, steps=steps)
     assert line.accountant in ("PLD", "RDP")
 
@@ -83,7 +87,7 @@ def test_the_honest_comparison():
     assert result.equal_variance_renyi == pytest.approx(2.4297, rel=1e-3)
     assert result.total_std == pytest.approx(3.2648, rel=1e-4)
     same = mm.Mechanism(result.plain_std_at_equal_epsilon, 0.03)
-    assert best_epsilon(mm.Ledger().add(same, 3400), 1e-5).epsilon == pytest.approx(7.2502, rel=2e-3)
+    assert guarantee(mm.Ledger().add(same, 3400), 1e-5).epsilon == pytest.approx(7.2502, rel=2e-3)
     assert result.plain_std_at_equal_epsilon < result.total_std
 
 
@@ -125,10 +129,10 @@ def test_the_yardstick_of_truncated_laplace_noise():
 def test_the_plain_line_bounds_the_mixed_mechanism():
     """Mixing is post-processing: where the Renyi moments are loose, the line without mixing is the proved value."""
     ledger = mm.Ledger().add(mm.Mechanism(0.335, 0.03, 2.0), 1000)
-    best = best_epsilon(ledger, 1e-5)
+    best = guarantee(ledger, 1e-5)
     assert best.accountant == "PLD"
-    assert best == best_epsilon(unmixed(ledger), 1e-5)
-    assert best.epsilon < mm.epsilon(ledger, 1e-5)
+    assert best.epsilon == guarantee(unmixed(ledger), 1e-5).epsilon
+    assert best.epsilon < mm.epsilon(ledger, 1e-5, by="renyi")
 
 
 def test_ledgers_are_mapped_phase_by_phase():
@@ -136,4 +140,79 @@ def test_ledgers_are_mapped_phase_by_phase():
     assert [p.steps for p in equal_variance(ledger).phases] == [10, 20]
     assert unmixed(ledger).phases == mm.Ledger().add(mm.Mechanism(0.5, 0.1), 30).phases
     assert pld_epsilon(mm.Ledger(), 1e-5) == 0
-    assert best_epsilon(unmixed(ledger), 1e-5).epsilon >= mm.epsilon(equal_variance(ledger), 1e-5)
+    assert guarantee(unmixed(ledger), 1e-5).epsilon >= mm.epsilon(equal_variance(ledger), 1e-5)
+
+
+# What the distributions are asked for, with a library that only counts.
+
+
+class Count:
+    """Stands in for a distribution: how many copies it holds, and the longest row composed at once."""
+
+    longest = 0
+
+    def __init__(self, copies):
+        self.copies = copies
+
+    def self_compose(self, times):
+        Count.longest = max(Count.longest, times)
+        return Count(self.copies * times)
+
+    def compose(self, other):
+        return Count(self.copies + other.copies)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9_999, 10_000, 10_001, 20_000, 25_003, 10**8, 10**8 + 7])
+def test_many_steps_are_composed_in_stages_and_none_is_lost(steps):
+    Count.longest = 0
+    assert pld._composed(Count(1), steps).copies == steps
+    assert Count.longest <= 10_000
+
+
+@pytest.mark.parametrize(("z", "q"), [(0.05, 1e-6), (0.3, 0.5), (1.0, 1.0), (10.0, 0.01), (1000.0, 1.0)])
+def test_the_span_of_a_step_is_its_loss_ten_deviations_out(z, q):
+    """log(1 - q + q exp(1/(2z^2) + 10/z)), but for the part 1 - q that does not matter."""
+    exact = float(np.logaddexp(0.0, math.log(q) + 0.5 / z**2 + 10 / z))
+    assert pld._step_span(mm.Mechanism(z, q)) == pytest.approx(exact, rel=1e-9)
+
+
+def test_without_mixing_each_law_keeps_its_own_noise():
+    ledger = (
+        mm.Ledger()
+        .add(mm.Mechanism(1.0, 0.1, 3.0, 100, dimension=25), 4)
+        .add(mm.Mechanism(1.0, 0.1, 3.0, 5, "laplace"), 6)
+    )
+    assert unmixed(ledger) == mm.Ledger().add(mm.Mechanism(2.0, 0.1), 4).add(
+        mm.Mechanism(1.0, 0.1, 0.0, 5, "laplace"), 6
+    )
+    twin = equal_variance(ledger)
+    assert [(p.mechanism.law, p.mechanism.mixed, p.steps) for p in twin.phases] == [
+        ("gaussian", False, 4),
+        ("gaussian", False, 6),
+    ]
+    assert twin.phases[0].mechanism.noise_multiplier == pytest.approx(2 * math.sqrt(1 + 9 / 12))
+    broken = mm.Ledger(ledger.phases, ("a rule",))
+    assert unmixed(broken).unproved == equal_variance(broken).unproved == ("a rule",)
+
+
+def test_one_phase_of_other_noise_leaves_the_renyi_value():
+    ledger = mm.Ledger().add(mm.Mechanism(1.0, 0.1), 4).add(mm.Mechanism(1.0, 0.1, law="laplace"), 6)
+    found = guarantee(ledger, 1e-5)
+    assert (found.epsilon, found.accountant) == (mm.epsilon(ledger, 1e-5, by="renyi"), "RDP")
+
+
+def test_the_ends_of_distributions():
+    one = plain(1.0, 0.1, 1)
+    assert pld_epsilon(mm.Ledger(), 1e-5) == 0
+    assert pld_epsilon(one, 2e-11) == math.inf, "the noise of the transforms, once for the ledger and once a phase"
+    assert pld_epsilon(one, 1.9e-11) == math.inf
+    assert pld_epsilon(plain(1e5, 1e-3, 1), 1e-3) == 0
+    assert pld_epsilon(plain(1e-200, 1.0, 1), 1e-5) == math.inf
+    assert guarantee(plain(1e5, 1e-3, 1), 1e-3).epsilon == 0
+
+
+def test_a_comparison_without_an_epsilon_has_no_noise_to_match():
+    for mechanism, value in ((mm.Mechanism(1e-160, 1.0), math.inf), (mm.Mechanism(1e5, 1e-3), 0.0)):
+        found = mm.compare(mechanism, 1e-3, steps=1)
+        assert found.mechanism.epsilon == value
+        assert math.isnan(found.plain_std_at_equal_epsilon)

@@ -13,10 +13,10 @@ from scipy import special, stats
 
 import modelmix as mm
 from modelmix.accounting.accountant import renyi_curve
-from modelmix.accounting.comparison import best_epsilon, equal_variance, pld_epsilon, unmixed
+from modelmix.accounting.guarantee import assumptions, guarantee
 from modelmix.accounting.moments import sampled_log_moments
+from modelmix.accounting.pld import equal_variance, pld_epsilon, unmixed
 from modelmix.accounting.renyi import step_curve
-from modelmix.report.words import assumptions
 
 YU = 2.083806
 """The noise multiplier that Yu et al.'s doubled curve gives for epsilon 8, B = 1000 of 50,000, 10,000 steps."""
@@ -37,8 +37,8 @@ def test_two_releases_of_one_draw_cost_more_than_two_draws():
     assert classic(2 * steps * one, orders) == pytest.approx(8.0, abs=1e-4)
     assert classic(steps * pair, orders) == pytest.approx(8.65, abs=5e-3)
     ours = mm.EmbeddingMechanism(YU, q)
-    assert mm.epsilon(ours, 1e-5, steps=steps, conversion="classic") == pytest.approx(8.6486, abs=1e-3)
-    best = best_epsilon(mm.Ledger().add(ours, steps), 1e-5)
+    assert mm.epsilon(ours, 1e-5, steps=steps, by="classic") == pytest.approx(8.6486, abs=1e-3)
+    best = guarantee(mm.Ledger().add(ours, steps), 1e-5)
     assert best.accountant == "PLD"
     assert best.epsilon == pytest.approx(7.3103, abs=1e-2)
 
@@ -67,7 +67,7 @@ def test_the_doubled_curve_is_refuted():
     edge = (math.log((math.exp(claimed) - 1 + q) / q) + shift**2 / 2) / shift
     exact = (1 - q - math.exp(claimed)) * stats.norm.sf(edge) + q * stats.norm.sf(edge - shift)
     assert exact > 1.5 * delta
-    ours = best_epsilon(mm.Ledger().add(mm.EmbeddingMechanism(z, q), 1), delta).epsilon
+    ours = guarantee(mm.Ledger().add(mm.EmbeddingMechanism(z, q), 1), delta).epsilon
     assert ours > claimed
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon, unmixed
+from modelmix.accounting.guarantee import guarantee
+from modelmix.accounting.pld import unmixed
 
 CORNERS = list(itertools.product([0.05, 1000.0], [0.0, 1e-6, 1e6], [1, 10**7], [1e-6, 1.0], [1, 10**8]))
 
@@ -19,7 +20,7 @@ CORNERS = list(itertools.product([0.05, 1000.0], [0.0, 1e-6, 1e6], [1, 10**7], [
 def check(mechanism: mm.Mechanism, steps: int) -> None:
     with np.errstate(all="raise", under="ignore"):
         result = mm.guarantee(mechanism, 1e-5, steps=steps)
-        classic = mm.guarantee(mechanism, 1e-5, steps=steps, conversion="classic")
+        classic = mm.guarantee(mechanism, 1e-5, steps=steps, by="classic")
         delta = mm.delta(mechanism, 1.0, steps=steps)
     assert result.epsilon >= 0
     assert result.epsilon <= classic.epsilon * (1 + 1e-9)
@@ -58,7 +59,7 @@ def test_anywhere_inside(law, z, omega, p, q, steps):
 def test_comparison_lines_at_the_corners(corner):
     z, _, _, q, steps = corner
     ledger = mm.Ledger().add(mm.Mechanism(z, q), steps)
-    line = best_epsilon(unmixed(ledger), 1e-5)
+    line = guarantee(unmixed(ledger), 1e-5)
     assert 0 <= line.epsilon <= mm.epsilon(ledger, 1e-5)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
+from modelmix.accounting.pld import pld_epsilon
 from modelmix.accounting.ledger import Phase
 
 A, B = mm.Mechanism(0.335, 0.03, 11.25, 100), mm.Mechanism(2.0, 0.01, law="laplace")
@@ -75,7 +76,7 @@ def _loads(text):
     ("change", "message"),
     [
         ({"schema": "something-else"}, "schema"),
-        ({"version": 3}, "version 3 is unknown"),
+        ({"version": 4}, "version 4 is unknown"),
         ({"version": None}, "version"),
         ({"phases": {}}, "phases"),
         ({"extra": 1}, "exactly"),
@@ -169,3 +170,79 @@ def test_one_ledger_after_another_holds_both_and_what_either_breaks():
     assert first.then(mm.Ledger()) == first == mm.Ledger().then(first)
     for a, b in ((mm.Ledger(unproved=("a rule",)), second), (first, mm.Ledger(unproved=("a rule",)))):
         assert a.then(b).unproved == ("a rule",)
+
+
+def signed(drop=(), **change):
+    """A ledger file with a good digest, whatever it says."""
+    from modelmix.accounting.ledger import _digest
+
+    body = {k: v for k, v in json.loads(LEDGER.to_json()).items() if k not in ("digest", *drop)} | change
+    return json.dumps({**body, "digest": _digest(body)})
+
+
+CLAIM = ("adjacency", "unit", "population", "seeded")
+
+
+def test_a_ledger_of_a_broken_rule_says_which_and_an_honest_one_says_none(tmp_path):
+    """Version 3 always has a list of broken rules, version 2 a list that is not empty, and version 1 none at all."""
+    broken = mm.Ledger(unproved=("a rule",)).add(A, 2)
+    assert json.loads(broken.to_json())["version"] == 3
+    assert mm.Ledger.from_json(broken.to_json()) == broken
+    assert json.loads(LEDGER.to_json())["unproved"] == []
+    for change, message in (
+        ({"version": 2, "drop": CLAIM}, "at least one broken rule"),
+        ({"version": 2}, "exactly"),
+        ({"version": 1, "drop": CLAIM}, "exactly"),
+        ({"drop": ["unproved"]}, "exactly"),
+        ({"drop": ["seeded"]}, "exactly"),
+        ({"unproved": "a rule"}, "exactly"),
+        ({"unproved": ["a rule"], "phases": {}}, "exactly"),
+        ({"unproved": [""]}, "in words"),
+        ({"unproved": [3]}, "in words"),
+        ({"seeded": 1}, "true or false"),
+        ({"adjacency": "replace-one"}, "zero-out or add-or-remove"),
+        ({"adjacency": "add-or-remove"}, "needs a population"),
+        ({"version": 0}, "version 0 is unknown"),
+    ):
+        with pytest.raises(mm.ModelMixError, match=message):
+            mm.Ledger.from_json(signed(**change))
+        path = tmp_path / "bad.json"
+        path.write_text(signed(**change))
+        with pytest.raises(mm.ModelMixError, match=f"bad.json: .*{message}"):
+            mm.Ledger.load(path)
+    old = signed(drop=CLAIM, version=2, unproved=["a rule"])
+    assert mm.Ledger.from_json(old) == mm.Ledger(LEDGER.phases, ("a rule",), adjacency="zero-out")
+    assert mm.Ledger.from_json(signed(drop=(*CLAIM, "unproved"), version=1)) == LEDGER
+    for ask in (lambda: mm.epsilon(broken, 1e-5), lambda: pld_epsilon(broken, 1e-5), broken.require_proof):
+        with pytest.raises(mm.UnprovedError, match="a rule"):
+            ask()
+    assert mm.Ledger.from_json(signed()) == LEDGER
+
+
+def test_lists_become_tuples_so_that_ledgers_can_be_compared_and_hashed():
+    one = mm.Ledger(list(LEDGER.phases), ["a rule"])
+    assert hash(one) == hash(mm.Ledger(LEDGER.phases, ("a rule",)))
+    assert type(one.phases) is type(one.unproved) is tuple
+
+
+def test_the_digest_does_not_depend_on_the_order_of_keys():
+    data = json.loads(LEDGER.to_json())
+    assert mm.Ledger.from_json(json.dumps(dict(reversed(list(data.items()))))) == LEDGER
+
+
+def test_a_step_has_the_mechanism_of_its_phase():
+    assert [LEDGER.mechanism_at(step) for step in (1, 300, 301, 320, 321)] == [A, A, B, B, A]
+    with pytest.raises(mm.ModelMixError, match="step 322 is past the end of a ledger of 321 steps"):
+        LEDGER.mechanism_at(322)
+
+
+def test_fields_come_in_the_order_of_a_file_and_laws_by_name():
+    kind = mm.EmbeddingMechanism(1.0, 0.1)
+    assert list(kind.as_dict())[:6] == list(A.as_dict())
+    assert list(kind.as_dict())[6:] == ["clip_ratio"]
+    with pytest.raises(mm.ModelMixError, match="law = 3 is unknown"):
+        mm.Mechanism.from_dict({**A.as_dict(), "law": 3})
+    with pytest.raises(mm.ModelMixError):
+        mm.EmbeddingMechanism(-1.0, 0.1)
+    assert mm.EmbeddingMechanism(1, 1, 2, 4.0) == mm.EmbeddingMechanism(1.0, 1.0, 2.0, 4)
+    assert type(mm.EmbeddingMechanism(1, 1, 2, 4.0).p) is int

@@ -52,6 +52,12 @@ def test_paper_units():
     assert mm.mixing_width(clip=1, tau=0.05, eta=1, expected_batch=8192) == pytest.approx(409.6)
 
 
+@pytest.mark.parametrize("wrong", [{"clip": 0}, {"eta": 0}, {"expected_batch": -1}, {"tau": -1}, {"clip": math.nan}])
+def test_paper_units_are_checked(wrong):
+    with pytest.raises(mm.ModelMixError, match=r"= (0|-1|nan) is not"):
+        mm.mixing_width(**{"clip": 1.0, "tau": 0.1, "eta": 1.0, "expected_batch": 10.0, **wrong})
+
+
 @pytest.mark.parametrize(
     ("field", "bad"),
     [

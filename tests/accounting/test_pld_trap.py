@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon, pld_epsilon
+from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.moments import log_moments
+from modelmix.accounting.pld import pld_epsilon
 
 LAW = mm.Mixed(mm.Gaussian(1.0), 10.0)
 SHIFT = 2.0
@@ -43,4 +44,4 @@ def test_it_is_refused(mechanism):
 def test_what_stands_in_for_it_ignores_the_mixing():
     """The PLD value printed for a mixed ledger is that of the noise alone; mixing never lowers it."""
     narrow, wide = (mm.Ledger().add(mm.Mechanism(0.3, 0.5, omega), 5) for omega in (0.01, 0.1))
-    assert best_epsilon(narrow, 1e-5) == best_epsilon(wide, 1e-5)
+    assert guarantee(narrow, 1e-5) == guarantee(wide, 1e-5)

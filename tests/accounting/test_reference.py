@@ -13,8 +13,8 @@ import modelmix as mm
 def test_reference_case(case):
     mechanism = mm.Mechanism(case["noise_multiplier"], case["sample_rate"], case["mixing_width"], case["p"])
     at = {"delta": case["delta"], "steps": case["steps"]}
-    classic = mm.guarantee(mechanism, **at, conversion="classic")
-    improved = mm.guarantee(mechanism, **at)
+    classic = mm.guarantee(mechanism, **at, by="classic")
+    improved = mm.guarantee(mechanism, **at, by="renyi")
     assert classic.epsilon == pytest.approx(case["epsilon_classic"], abs=5.1e-7)  # as printed in the file
     assert classic.order == case["order_classic"]
     assert improved.epsilon == pytest.approx(case["epsilon_improved"], rel=1e-3)
@@ -38,9 +38,9 @@ def test_noise_of_the_resnet_experiments(epsilon, classic, improved, plain_class
     target = {"epsilon": epsilon, "delta": 1e-5, "sample_rate": 0.03, "steps": 3500}
     mixing = {"mixing_width": 11.25, "p": 100}
     found = [
-        mm.calibrate(**target, **mixing, conversion="classic").noise_multiplier,
-        mm.calibrate(**target, **mixing).noise_multiplier,
-        mm.calibrate(**target, conversion="classic").noise_multiplier,
-        mm.calibrate(**target).noise_multiplier,
+        mm.calibrate(**target, **mixing, by="classic").noise_multiplier,
+        mm.calibrate(**target, **mixing, by="renyi").noise_multiplier,
+        mm.calibrate(**target, by="classic").noise_multiplier,
+        mm.calibrate(**target, by="renyi").noise_multiplier,
     ]
     np.testing.assert_allclose(found, [classic, improved, plain_classic, plain_improved], atol=1.1e-3)

@@ -75,38 +75,40 @@ def test_conversion_agrees_with_dp_accounting(z, q, steps, delta, omega):
 
 @given(
     z=st.floats(0.3, 50), q=st.floats(1e-3, 1), steps=st.integers(1, 10**5), delta=st.floats(1e-9, 1e-2),
-    conversion=st.sampled_from(["improved", "classic"]),
+    by=st.sampled_from(["renyi", "classic"]),
 )  # fmt: skip
-def test_delta_inverts_epsilon(z, q, steps, delta, conversion):
+def test_delta_inverts_epsilon(z, q, steps, delta, by):
     mechanism = mm.Mechanism(z, q, 3.0, 4)
-    epsilon = mm.epsilon(mechanism, delta, steps=steps, conversion=conversion)
-    back = mm.delta(mechanism, epsilon, steps=steps, conversion=conversion)
+    epsilon = mm.epsilon(mechanism, delta, steps=steps, by=by)
+    back = mm.delta(mechanism, epsilon, steps=steps, by=by)
     assert back <= delta * (1 + 1e-6)
     if epsilon > 0:
-        assert back == pytest.approx(delta, rel=1e-6) or conversion == "classic"
+        assert back == pytest.approx(delta, rel=1e-6) or by == "classic"
 
 
 @given(z=st.floats(0.3, 100), q=st.floats(1e-4, 1), steps=st.integers(1, 10**6))
 def test_improved_never_exceeds_classic(z, q, steps):
     mechanism = mm.Mechanism(z, q, 2.0)
-    improved = mm.epsilon(mechanism, 1e-5, steps=steps)
-    assert improved <= mm.epsilon(mechanism, 1e-5, steps=steps, conversion="classic") * (1 + 1e-12)
+    improved = mm.epsilon(mechanism, 1e-5, steps=steps, by="renyi")
+    assert improved <= mm.epsilon(mechanism, 1e-5, steps=steps, by="classic") * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("z", [0.5, 2.0, 8.0, 40.0, 200.0, 900.0])
-@pytest.mark.parametrize("conversion", ["improved", "classic"])
-def test_the_optimum_is_inside_the_grid(z, conversion):
+@pytest.mark.parametrize("by", ["renyi", "classic"])
+def test_the_optimum_is_inside_the_grid(z, by):
     mechanism = mm.Mechanism(z, 0.1, 4.0)
-    result = mm.guarantee(mechanism, 1e-5, steps=100, conversion=conversion)
+    result = mm.guarantee(mechanism, 1e-5, steps=100, by=by)
     levels = [level for level in range(LAST_LEVEL + 1) if result.order < orders_at(level)[-1]]
     assert levels
     assert result.reason is None
-    best_everywhere = float(np.min(epsilons(*renyi_curve(mechanism, 100, LAST_LEVEL), 1e-5, conversion)))
+    best_everywhere = float(
+        np.min(epsilons(*renyi_curve(mechanism, 100, LAST_LEVEL), 1e-5, "classic" if by == "classic" else "improved"))
+    )
     assert result.epsilon <= best_everywhere * (1 + 1e-3)
 
 
 def test_an_optimum_past_the_last_order_says_so():
-    result = mm.guarantee(mm.Mechanism(1000.0, 0.001), 1e-9, steps=100, conversion="classic")
+    result = mm.guarantee(mm.Mechanism(1000.0, 0.001), 1e-9, steps=100, by="classic")
     assert "could lower epsilon by at most" in str(result.reason)
     assert result.epsilon < 1e-3
 
@@ -145,12 +147,12 @@ def test_phases_add_up():
     assert mm.epsilon(split, 1e-5) == pytest.approx(mm.epsilon(ledger, 1e-5), rel=1e-12)
 
 
-@pytest.mark.parametrize("conversion", ["improved", "classic"])
-def test_a_curve_over_steps_is_the_single_answers(conversion):
+@pytest.mark.parametrize("by", ["renyi", "classic"])
+def test_a_curve_over_steps_is_the_single_answers(by):
     mechanism = mm.Mechanism(0.9, 0.02, 3.0, 25)
     steps = np.array([1, 2, 17, 400, 5000, 10**6])
-    singles = [mm.epsilon(mechanism, 1e-5, steps=int(t), conversion=conversion) for t in steps]
-    np.testing.assert_allclose(mm.epsilon_curve(mechanism, steps, 1e-5, conversion=conversion), singles, rtol=1e-9)
+    singles = [mm.epsilon(mechanism, 1e-5, steps=int(t), by=by) for t in steps]
+    np.testing.assert_allclose(mm.epsilon_curve(mechanism, steps, 1e-5, by=by), singles, rtol=1e-9)
 
 
 def test_nonsense_is_refused():
@@ -162,7 +164,7 @@ def test_nonsense_is_refused():
         lambda: mm.epsilon(mechanism, 1e-5, steps=0),
         lambda: mm.epsilon(mechanism, 1e-5, steps=1.5),
         lambda: mm.epsilon(mm.Ledger(), 1e-5, steps=3),
-        lambda: mm.epsilon(mechanism, 1e-5, steps=1, conversion="best"),
+        lambda: mm.epsilon(mechanism, 1e-5, steps=1, by="improved"),
         lambda: mm.delta(mechanism, -1.0, steps=1),
         lambda: mm.rdp(mechanism, [1.0]),
         lambda: mm.rdp(mechanism, [1e9]),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.guarantee import guarantee
 from modelmix.audit.mechanism import audit_mechanism, canaries, scores
 
 DELTA = 1e-3
@@ -25,7 +25,7 @@ MECHANISMS = {
 
 
 def claim(mechanism, delta, steps):
-    return best_epsilon(mm.Ledger().add(mechanism, steps), delta).epsilon
+    return guarantee(mm.Ledger().add(mechanism, steps), delta).epsilon
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.guarantee import guarantee
 from modelmix.audit.bounds import epsilon_lower_bound
 from modelmix.audit.released import momentum_scores
 from modelmix.audit.training import attack
@@ -22,7 +22,7 @@ DELTA = 1e-2
 
 
 def claim(mechanism, steps=1, delta=DELTA):
-    return best_epsilon(mm.Ledger().add(mechanism, steps), delta).epsilon
+    return guarantee(mm.Ledger().add(mechanism, steps), delta).epsilon
 
 
 def many(mechanism, runs, **options):
@@ -190,8 +190,9 @@ class Pull(nn.Module):
 def _steps_of_one_world(present: bool, mechanism) -> np.ndarray:
     """Ten samples pull one way, the canary the other way; at q = 1 every step is a trial of its own."""
     x = torch.tensor([[1.0]] * 10 + [[-1.0 if present else 0.0]], dtype=torch.float64)
+    plan = mm.Plan.of(mechanism, 700)
     run = trainer.Trainer(
-        Pull(1), lambda outputs, targets: outputs.sum(), (x, torch.zeros(11)), mechanism, 1.0, 1.0, seed=int(present)
+        Pull(1), lambda outputs, targets: outputs.sum(), (x, torch.zeros(11)), plan, 1.0, 1.0, seed=int(present)
     )
     states = [run.state.last.item()]
     for _ in range(700):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.guarantee import guarantee
 from modelmix.cli import audit as command
 
 HEADER = "audit at delta"
@@ -28,7 +28,7 @@ def test_a_ledger(run, ledger, tmp_path):
     found = json.loads(out)
     whole, step = found["audits"]
     assert 0.2 * whole["claimed"] < whole["epsilon"] < whole["claimed"]
-    assert whole["claimed"] == best_epsilon(mm.Ledger.load(ledger), 1e-3).epsilon
+    assert whole["claimed"] == guarantee(mm.Ledger.load(ledger), 1e-3).epsilon
     assert 0 < step["epsilon"] < step["claimed"]
     assert (tmp_path / "a.png").stat().st_size > 1000
 
@@ -57,7 +57,8 @@ def test_a_recipe(run, tmp_path, monkeypatch):
     x, y = np.zeros((50, 3), dtype=np.float32), np.arange(50) % 2
     np.savez("data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     (tmp_path / "r.toml").write_text(
-        'data = "data.npz"\nmodel = "linear"\nmechanism = "plain"\nnoise_multiplier = 1.0\nbatch = 25\nsteps = 3\n'
+        'data = "data.npz"\nclasses = 2\nmodel = "linear"\n'
+        'mechanism = "plain"\nnoise_multiplier = 1.0\nbatch = 25\nsteps = 3\n'
     )
     code, out, error = run("audit", "r.toml", "--quick", "--trials", 5000, "--json")
     assert code == 0, error
@@ -65,7 +66,7 @@ def test_a_recipe(run, tmp_path, monkeypatch):
 
 
 def test_a_claim_that_is_too_small_is_refuted(run, ledger, monkeypatch):
-    monkeypatch.setattr(command, "best_epsilon", lambda *_: type("Line", (), {"epsilon": 0.01})())
+    monkeypatch.setattr(command, "guarantee", lambda *_: type("Guarantee", (), {"epsilon": 0.01})())
     code, out, _ = run("audit", ledger, "--quick", "--trials", 5_000, "--delta", 1e-2, "--out", ledger.parent / "a.png")
     assert code == 1
     assert "REFUTED" in out

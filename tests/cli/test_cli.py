@@ -31,15 +31,16 @@ def test_epsilon_json_on_the_reference_cases(run, case):
     code, out, err = run("epsilon", "--json", "--orders", "2,3,4,8,16", *ratios(case))
     data = json.loads(out)
     assert (code, err) == (0, "")
-    assert data["epsilon"] == pytest.approx(case["epsilon_improved"], rel=1e-3)
+    assert data["epsilon_renyi"] == pytest.approx(case["epsilon_improved"], rel=1e-3)
+    assert data["epsilon"] <= data["epsilon_renyi"]
     assert data["epsilon_classic"] == pytest.approx(case["epsilon_classic"], rel=1e-5)
     assert data["order_classic"] == case["order_classic"]
     assert data["proved"] is True
     assert data["rdp_per_step"] == pytest.approx(case["rdp_per_step"], rel=1e-8)
     assert data["equal_variance_epsilon"] <= data["epsilon"]
     assert data["plain_dpsgd_epsilon"] >= data["equal_variance_epsilon"]
-    assert data["best_proved_epsilon"] == min(data["epsilon"], data["plain_dpsgd_epsilon"])
-    assert bool(data["assumptions"]) == (case["mixing_width"] > 0)
+    assert data["epsilon"] == min(data["epsilon_renyi"], data["plain_dpsgd_epsilon"])
+    assert bool(data["assumed"]) == (case["mixing_width"] > 0)
 
 
 def test_epsilon_for_people(run):
@@ -49,7 +50,7 @@ def test_epsilon_for_people(run):
     assert "8.0000" in out
     assert "277.3" in out
     assert "2.232" in out
-    assert "one sample is added or removed" in out
+    assert "the contribution of one sample is removed (zero-out" in out
 
 
 def test_delta_for_an_epsilon(run):
@@ -76,7 +77,7 @@ def test_laplace_and_few_coordinates(run):
     assert data["epsilon"] == mm.epsilon(mechanism, 1e-5, steps=50)
     assert data["plain_dpsgd_accountant"] == "RDP"
     _, text, _ = run("epsilon", "--law", "laplace", "--z", 2, "--q", 0.1, "--steps", 1)
-    assert "Renyi order inf" in text
+    assert "pure, order inf" in text
 
 
 def test_phases_from_ledgers(run, tmp_path):
@@ -106,7 +107,7 @@ def test_a_claim_may_rest_on_any_proof(run, tmp_path):
     run("epsilon", "--z", 1, "--q", 0.01, "--steps", 1000, "--save-ledger", book)
     code, out, _ = run("verify", book, "--json", "--claim", 1.9)
     assert code == 0
-    assert json.loads(out)["best_proved_accountant"] == "PLD"
+    assert json.loads(out)["accountant"] == "PLD"
     assert run("verify", book, "--claim", 1.8)[0] == 1
 
 
@@ -213,8 +214,10 @@ NONSENSE = {
     "unknown unknown": (["calibrate", "--epsilon", 3, "--for", "eta", *RESNET], "choose one of"),
     "given unknown": (["calibrate", "--epsilon", 3, "--for", "z", *RESNET], "leave its value out"),
     "negative target": (["calibrate", "--epsilon", -3, "--q", 0.1, "--steps", 5], "greater than 0"),
-    "bad conversion": (["calibrate", "--epsilon", 3, "--q", 0.1, "--steps", 5, "--conversion", "x"], "classic"),
-    "n alone": (["epsilon", "--z", 1, "--q", 0.1, "--n", 10, "--steps", 10], "--batch or --tau"),
+    "bad accountant": (["calibrate", "--epsilon", 3, "--q", 0.1, "--steps", 5, "--by", "x"], "classic"),
+    "two claims": (["epsilon", "--z", 1, "--n", 10, "--population", 10, "--batch", 1, "--steps", 10], "two claims"),
+    "delta of 1/n": (["epsilon", "--z", 1, "--q", 0.1, "--n", 200_000, "--steps", 10], "below 1/200000"),
+    "unearned": (["epsilon", "--z", 1, "--q", 1, "--steps", 1, "--adjacency", "add-or-remove"], "give a population"),
     "q with tau": (["calibrate", "--epsilon", 3, "--z", 1, "--steps", 9, "--tau", 1, "--for", "q"], "--omega instead"),
     "steps twice": (["curve", "--to", 100, *RESNET], "one of them"),
     "one step": (["curve", "--z", 1, "--q", 0.1, "--steps", 1], "--steps 2"),
@@ -249,7 +252,7 @@ def test_spoiled_ledgers_end_in_one_line(run, tmp_path, spoil, command):
         "cut": text[:100],
         "edit": text.replace("5000", "50"),
         "schema": text.replace("modelmix-ledger", "other"),
-        "version": text.replace('"version": 1', '"version": 99'),
+        "version": text.replace('"version": 3', '"version": 99'),
         "empty": "",
         "binary": "\x00\x01",
     }[spoil]

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from modelmix.training.folder import RunFolder
 RECIPE = """
 name = "tiny"
 data = "{folder}/data.npz"
+classes = 3
 model = "linear"
 epsilon = 3.0
 steps = 6
@@ -36,8 +38,8 @@ ema = 0.9
 evaluate_every = 2
 """
 FILES = {
-    "checkpoint.npz", "config.json", "diagnostics.json", "events", "ledger.json", "metrics.json", "model-ema.pt",
-    "model.pt", "report.html",
+    "certificate.json", "checkpoint.npz", "config.json", "diagnostics.json", "events", "ledger.json", "metrics.json",
+    "model-ema.pt", "model.pt", "report.html",
 }  # fmt: skip
 
 
@@ -78,9 +80,9 @@ def test_a_run_for_people(run, recipe, tmp_path):
     assert code == 0
     assert visible(folder) == FILES
     assert err.count("\n") == 1  # nobody watches: no progress, just the announcement
-    for said in ("modelmix on", "linear, 6 steps", "epsilon 3 at delta 1e-05", "omega = 2", f"Run folder: {folder}"):
+    for said in ("modelmix on", "linear, 6 steps", "planned epsilon", "omega = 2", f"Run folder: {folder}"):
         assert said in err
-    best = json.loads(run("verify", folder, "--json")[1])["best_proved_epsilon"]
+    best = json.loads(run("verify", folder, "--json")[1])["epsilon"]
     assert re.search(r"^epsilon +(\d+\.\d{4})", out, re.MULTILINE)
     shown = float(re.search(r"^epsilon +(\d+\.\d{4})", out, re.MULTILINE)[1])
     assert best <= shown <= best + 1e-4
@@ -94,7 +96,7 @@ def test_the_ledger_of_a_run_can_be_verified_and_its_page_published(run, recipe,
     folder = tmp_path / "out"
     run("train", recipe, "--out", folder, "--seed", 271828)
     ledger = mm.Ledger.load(folder / "ledger.json")
-    assert ledger == Recipe.load(recipe).plan(240)
+    assert ledger == replace(Recipe.load(recipe).plan(240).ledger, seeded=True)
     code, out, _ = run("verify", folder, "--claim", 3)
     assert code == 0
     assert "The claim of 3.0 holds" in out
@@ -115,12 +117,42 @@ def test_a_run_for_scripts(run, recipe, tmp_path):
     found = json.loads(out)
     last = timeless(folder)[-1]
     assert found["epsilon"] == last["epsilon"] == mm.epsilon(mm.Ledger.load(folder / "ledger.json"), 1e-5) <= 3
-    assert found["best_proved_epsilon"] <= found["epsilon"]
     assert (found["test_accuracy"], found["ema_accuracy"]) == (last["test_accuracy"], last["ema_accuracy"])
     assert (found["steps"], found["delta"], found["proved"], found["seeded"]) == (6, 1e-5, True, False)
     assert Path(found["report"]).exists()
     assert found["run"] == str(folder)
     assert [row["step"] for row in timeless(folder)] == [2, 4, 6]
+
+
+def test_a_population_is_public_and_the_number_of_samples_is_told_nowhere(run, recipe, tmp_path):
+    """240 samples, planned for a population of 400: no file that may be shared and no line says 240."""
+    folder = tmp_path / "out"
+    code, out, err = run("train", recipe, "--out", folder, "--population", 400, "--test-public")
+    assert code == 0
+    run("report", folder, "--public")
+    ledger = mm.Ledger.load(folder / "ledger.json")
+    assert (ledger.adjacency, ledger.population) == ("add-or-remove", 400)
+    assert ledger.phases[0].mechanism.sample_rate == 0.1
+    assert "every scale comes from the public constant 400" in err
+    shared = ("config.json", "ledger.json", "metrics.json", "certificate.json", "report-public.html")
+    texts = [out, err, *((folder / name).read_text() for name in shared)]
+    for text in texts:
+        assert not re.search(r"(?<![\d.])240(?![\d.])", re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL))
+    assert "add-or-remove" in json.loads((folder / "certificate.json").read_text())["guarantee"]["adjacency"]
+
+
+def test_classes_are_declared_and_not_counted(run, recipe, tmp_path):
+    text = recipe.read_text().replace("classes = 3\n", "")
+    recipe.write_text(text)
+    code, _, err = run("train", recipe, "--out", tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--classes N" in err
+    code, _, err = run("train", recipe, "--out", tmp_path / "out", "--classes", 2)
+    assert code == 2
+    assert "holds label 2" in err
+    assert "(for the data holder's eyes)" in err
+    assert not (tmp_path / "out").exists()
+    assert run("train", recipe, "--out", tmp_path / "out", "--test-public", "--json")[0] == 0
 
 
 def test_two_unseeded_runs_differ_and_two_seeded_ones_do_not(run, recipe, tmp_path):
@@ -135,7 +167,9 @@ def test_two_unseeded_runs_differ_and_two_seeded_ones_do_not(run, recipe, tmp_pa
 def test_a_seed_is_for_tests_only_and_every_page_says_so(run, recipe, tmp_path):
     code, out, _ = run("train", recipe, "--out", tmp_path / "out", "--seed", 4)
     assert code == 0
-    assert "Seeded: for tests only. Whoever knows the seed can take the noise away." in out
+    assert "Seeded: for tests only; it holds only against those who neither know the seed" in out
+    assert not (tmp_path / "out" / "certificate.json").exists()
+    assert "Seeded: for tests only" in run("verify", tmp_path / "out")[1]
     assert "for tests only" in (tmp_path / "out" / "report.html").read_text()
     assert json.loads(run("train", recipe, "--out", tmp_path / "two", "--seed", 4, "--json")[1])["seeded"] is True
 
@@ -166,7 +200,7 @@ def test_the_released_configuration_never_shows_a_proved_epsilon(run, recipe, tm
     assert "epsilon: not proved" in err
     code, again, _ = run("train", "--out", folder, "--resume", "--json")
     found = json.loads(again)
-    assert (code, found["proved"], found["epsilon"], found["best_proved_epsilon"]) == (0, False, None, None)
+    assert (code, found["proved"], found["epsilon"], found["accountant"]) == (0, False, None, None)
     assert len(found["unproved"]) == 4
     assert {row["epsilon"] for row in timeless(folder)} == {None}
     config = json.loads((folder / "config.json").read_text())
@@ -205,15 +239,15 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut run"
     options = [recipe, "--seed", 4, "--lr", 0.25, "--chunk", 8]
     run("train", *options, "--out", whole)
-    genuine, calls = engine.sum_of_chunk, [0]
+    genuine, calls = engine.Engine.__call__, [0]
 
-    def sum_of_chunk(*arguments: object) -> object:
+    def clipped_sum(*arguments: object, **options: object) -> object:
         calls[0] += 1
         if calls[0] == 20:
             raise KeyboardInterrupt
-        return genuine(*arguments)
+        return genuine(*arguments, **options)
 
-    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine.Engine, "__call__", clipped_sum)
     code, out, err = run("train", *options, "--out", cut)
     step = RunFolder(cut).load_checkpoint()[1]["step"]
     assert (code, out) == (130, "")
@@ -223,7 +257,7 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
     assert code == 0
     assert f"(resumed at step {step})" in err
     assert timeless(cut) == timeless(whole)
-    assert visible(cut) == FILES
+    assert visible(cut) == FILES - {"certificate.json"}
     for name in ("model.pt", "model-ema.pt", "ledger.json", "diagnostics.json"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
 
@@ -240,21 +274,21 @@ def test_sigterm_keeps_the_last_state(run, recipe, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     options = [recipe, "--seed", 4, "--chunk", 8]
     run("train", *options, "--out", whole)
-    genuine, calls = engine.sum_of_chunk, [0]
+    genuine, calls = engine.Engine.__call__, [0]
 
-    def sum_of_chunk(*arguments: object) -> object:
+    def clipped_sum(*arguments: object, **options: object) -> object:
         calls[0] += 1
         if calls[0] == 20:
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # else the tests themselves end here
             os.kill(os.getpid(), signal.SIGTERM)
-        return genuine(*arguments)
+        return genuine(*arguments, **options)
 
-    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine.Engine, "__call__", clipped_sum)
     code, out, _ = run("train", *options, "--out", cut)
     assert (code, out) == (143, "")
     assert 0 < RunFolder(cut).load_checkpoint()[1]["step"] < 6
     assert run("train", "--out", cut, "--resume", "--chunk", 8)[0] == 0
-    assert visible(cut) == FILES
+    assert visible(cut) == FILES - {"certificate.json"}
     for name in ("model.pt", "ledger.json"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
 
@@ -327,10 +361,21 @@ def test_a_run_is_not_resumed_as_another(run, recipe, tmp_path):
     data = tmp_path / "data.npz"
     cases = {
         "holds a run already": [recipe],
-        "(delta, mechanism)": ["--resume", "--delta", 1e-6],
+        "another plan": ["--resume", "--delta", 1e-6],
         "(lr)": [recipe, "--resume", "--lr", 0.1],
         "(seed)": ["--resume", "--seed", 1],
-        "other settings (ema, lr, mechanism": [DEFAULT, "--resume", "--model", "linear", "--data", data, "--batch", 40],
+        "other settings (ema, lr": [
+            DEFAULT,
+            "--resume",
+            "--model",
+            "linear",
+            "--data",
+            data,
+            "--batch",
+            40,
+            "--classes",
+            3,
+        ],
     }
     for said, arguments in cases.items():
         code, out, err = run("train", *arguments, "--out", folder)
@@ -339,7 +384,7 @@ def test_a_run_is_not_resumed_as_another(run, recipe, tmp_path):
     np.savez(data, **{**np.load(data), "y_train": (np.arange(240) + 1) % 3})
     code, _, err = run("train", "--out", folder, "--resume")
     assert (code, err.count("\n")) == (2, 1)
-    assert "the same noise to other gradients" in err
+    assert "a ledger is about one data set" in err
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -347,7 +392,7 @@ def test_a_warning_is_one_line_too(run, recipe, tmp_path):
     code, _, err = run("train", recipe, "--out", tmp_path / "out", "--batch", 0.5)
     assert code == 0
     warning, announcement = err.splitlines()
-    assert warning.startswith("modelmix: warning: q*n = 0.5 is below 1: ")
+    assert warning.startswith("modelmix: warning: the expected batch q*n = 0.5 is below 1: ")
     assert announcement.startswith("modelmix on ")
 
 
@@ -436,7 +481,7 @@ def test_a_terminal_sees_steps_speed_and_epsilon(recipe, tmp_path):
     assert code == 0
     last = [line for line in re.split(r"[\r\n]+", shown) if "training" in line][-1]
     assert len(last) <= 80
-    found = re.search(r"6/6 (\d+\.\d) steps/s 0:00:00 epsilon (\d\.\d{3}) at delta 1e-05, seeded", last)
+    found = re.search(r"6/6 (\d+\.\d) steps/s 0:00:00 epsilon (\d\.\d{3}) planned at delta 1e-05, seeded", last)
     assert found
     assert 0 <= float(found[2]) - mm.epsilon(mm.Ledger.load(tmp_path / "out" / "ledger.json"), 1e-5) <= 1e-3  # up
 

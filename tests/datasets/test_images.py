@@ -210,7 +210,7 @@ def test_without_pillow(folder, monkeypatch):
 
 def test_the_command_trains_on_a_folder(folder, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ["--model", "linear", "--steps", 2, "--batch", 3, "--seed", 1, "--out", "run", "--json"]
+    options = ["--model", "linear", "--z", 1, "--steps", 2, "--batch", 3, "--seed", 1, "--out", "run", "--json"]
     code, out, err = run("train", "--data", "photos", "--image-size", 8, *options)
     assert code == 0, err
     assert '"steps": 2' in out

@@ -90,7 +90,7 @@ def images(n: int = 60):
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(256, (n, 6, 6), generator=generator, dtype=torch.uint8).numpy()
     y = torch.arange(n).numpy() % 3
-    return from_arrays("images", {"x_train": x, "y_train": y, "x_test": x[:9], "y_test": y[:9]})
+    return from_arrays("images", {"x_train": x, "y_train": y, "x_test": x[:9], "y_test": y[:9]}, 3)
 
 
 # Notation.
@@ -102,7 +102,7 @@ def test_toml_and_yaml_are_the_same_run(tmp_path, suffix):
     assert first == second
     without = {"epsilon", "batch", "mixing_width", "tau_over_eta", "spent", "prior", "features", "normalise"}
     without |= {"mean_clip", "square_clip", "weights", "feature_size", "pixels", "image_size"}
-    without |= {"public", "embedding_clip", "basis", "groups", "components", "mirror"}
+    without |= {"public", "embedding_clip", "basis", "groups", "components", "mirror", "population", "classes"}
     assert set(first.as_dict()) == {f.name for f in dataclasses.fields(Recipe)} - without
     runs = [recipe.trainer(images()).run(8, evaluate_every=2) for recipe in (first, second)]
     assert runs[0].ledger == runs[1].ledger
@@ -203,7 +203,10 @@ NONSENSE = {
     "moments without noise": ({"normalise_noise": 0}, "normalise_noise = 0"),
     "unknown, near": ({"epsilom": 3}, "a recipe has no 'epsilom': did you mean epsilon?"),
     "unknown, near two": ({"mixing_with": 3}, "did you mean mixing_width?"),
-    "unknown, far": ({"wombat": 3}, "known are augment, basis, batch, clip"),
+    "no population": ({"population": 0}, "population = 0 is not allowed"),
+    "half a class": ({"classes": 2.5}, "classes = 2.5 is not of the right kind"),
+    "test set in words": ({"test_public": "yes"}, "must be true or false"),
+    "unknown, far": ({"wombat": 3}, "known are augment, basis, batch, classes"),
     "text for a number": ({"epsilon": "3"}, "epsilon = '3' is not of the right kind: it must be a number"),
     "number for a text": ({"name": 3}, "it must be a text"),
     "number for a truth": ({"second_start": 1}, "it must be true or false"),
@@ -387,7 +390,7 @@ def test_what_was_planned_is_what_is_run():
         trainer = recipe.trainer(images(N))
         plan = recipe.plan(N)
         trainer.run(recipe.steps)
-        assert trainer.ledger == plan
+        assert trainer.ledger.phases == plan.phases
         assert trainer.epsilon(recipe.delta) == mm.epsilon(plan, recipe.delta) <= recipe.epsilon
         for step in range(1, recipe.steps + 1):
             width, eta = trainer.mechanism_at(step).mixing_width, recipe.schedule("lr").at(step)
@@ -410,7 +413,27 @@ def test_tau_with_a_falling_rate_is_accounted_in_phases():
 
 def test_a_given_noise_is_taken_as_it_is():
     plan = of(epsilon=None, noise_multiplier=0.7).plan(N)
-    assert plan == mm.Ledger().add(mm.Mechanism(0.7, 40 / N, 2.0), 6)
+    assert plan.phases == mm.Ledger().add(mm.Mechanism(0.7, 40 / N, 2.0), 6).phases
+    assert (plan.population, plan.adjacency) == (N, "zero-out")
+
+
+def test_a_population_takes_the_place_of_the_number_of_samples():
+    recipe = of(epsilon=None, noise_multiplier=0.7, population=400, mixing_width=None, tau=0.05)
+    here, there = recipe.plan(N), recipe.plan(N + 1)
+    assert here == there
+    assert (here.population, here.adjacency, here.expected_batch(1)) == (400, "add-or-remove", 40)
+    assert here.mechanism_at(1).sample_rate == 0.1
+    private = of(normalise="private", features="scatter", mean_clip=1.0, square_clip=1.0, population=400)
+    assert private.price(N) == private.price(N + 1)
+    assert private.price(N).population == 400
+
+
+def test_what_was_spent_adds_up(tmp_path):
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for file, z in zip(files, (3.0, 4.0), strict=True):
+        mm.Ledger().add(mm.Mechanism(z, 1.0), 1).save(file)
+    assert [phase.mechanism.noise_multiplier for phase in of(spent=files).before().phases] == [3.0, 4.0]
+    assert of(spent=files[:1]) == of(spent=files[0])
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

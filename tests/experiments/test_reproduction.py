@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import modelmix as mm
+import modelmix.data
 from modelmix.data import DataSet, Split
 from modelmix.experiments import store, tables
 from modelmix.experiments.recipe import Recipe
@@ -57,7 +58,7 @@ extends = "small"
 mechanism = "plain"
 ema = 0.9999
 """
-SMALL = 'data = "{folder}/data.npz"\nmodel = "linear"\nsteps = 6\nbatch = 40\nlr = 1.0\n'
+SMALL = 'data = "{folder}/data.npz"\nclasses = 3\nmodel = "linear"\nsteps = 6\nbatch = 40\nlr = 1.0\n'
 MIXED = 'mechanism = "modelmix"\nmixing_width = 2.0\n'
 
 
@@ -157,7 +158,7 @@ def test_finished_runs_are_skipped_and_nothing_is_loaded_for_them(run, folder, m
     options = ["reproduce", "table1", "--row", "one", "--kind", "plain"]
     run(*options)
     before = (folder / "results/table1/one/plain-1.json").read_bytes()
-    monkeypatch.setattr(store, "load", None)
+    monkeypatch.setattr("modelmix.data.load", None)
     code, _, err = run(*options)
     assert code == 0
     assert "1 runs, 1 of them done; 0 steps" in err
@@ -166,8 +167,8 @@ def test_finished_runs_are_skipped_and_nothing_is_loaded_for_them(run, folder, m
 
 def test_data_is_loaded_once_and_a_network_compiled_once(run, folder, monkeypatch):
     loads, engines = [], []
-    genuine, engine_of = store.load, store.Engine
-    monkeypatch.setattr(store, "load", lambda *a: loads.append(a) or genuine(*a))
+    genuine, engine_of = modelmix.data.load, store.Engine
+    monkeypatch.setattr("modelmix.data.load", lambda *a, **k: loads.append(a) or genuine(*a, **k))
     monkeypatch.setattr(store, "Engine", lambda *a, **k: engines.append(a) or engine_of(*a, **k))
     assert run("reproduce", "table1", "--kind", "paper", "--kind", "plain")[0] == 0
     assert (len(loads), len(engines)) == (1, 1)
@@ -199,15 +200,15 @@ def test_json_for_scripts(run, folder):
 def test_ctrl_c_keeps_everything(run, folder, monkeypatch):
     options = ["reproduce", "table1", "--kind", "paper", "--chunk", 8]
     run(*options, "--out", "whole")
-    genuine, calls = engine.sum_of_chunk, [0]
+    genuine, calls = engine.Engine.__call__, [0]
 
-    def sum_of_chunk(*arguments: object) -> object:
+    def clipped_sum(*arguments: object, **options: object) -> object:
         calls[0] += 1
         if calls[0] == 45:
             raise KeyboardInterrupt
-        return genuine(*arguments)
+        return genuine(*arguments, **options)
 
-    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine.Engine, "__call__", clipped_sum)
     code, _, err = run(*options)
     assert code == 130
     assert "stopped in table1 two paper, seed 1: nothing is lost; the same command goes on here." in err
@@ -295,10 +296,10 @@ def test_whatever_a_run_raises_is_one_line(run, folder, monkeypatch):
         [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RuntimeError("an\nodd\nthing"), OSError(28, "x")]
     )
 
-    def sum_of_chunk(*_: object) -> object:
+    def clipped_sum(*_: object, **__: object) -> object:
         raise next(errors)
 
-    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine.Engine, "__call__", clipped_sum)
     code, out, err = run("reproduce", "table1", "--row", "one", "--kind", "plain", "--seeds", 3, "--json")
     why = [failed["why"] for failed in json.loads(out)["failed"]]
     assert code == 1
@@ -325,21 +326,21 @@ def test_missing_and_damaged_data(run, folder):
 def test_the_wrong_data_set_does_not_continue_a_run(run, folder, monkeypatch):
     """Interrupted on one data set, resumed on another: refused, and the first is not harmed."""
     options = ["reproduce", "table1", "--row", "one", "--kind", "paper", "--chunk", 8]
-    genuine, calls = engine.sum_of_chunk, [0]
+    genuine, calls = engine.Engine.__call__, [0]
 
-    def sum_of_chunk(*arguments: object) -> object:
+    def clipped_sum(*arguments: object, **options: object) -> object:
         calls[0] += 1
         if calls[0] == 25:
             raise KeyboardInterrupt
-        return genuine(*arguments)
+        return genuine(*arguments, **options)
 
-    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(engine.Engine, "__call__", clipped_sum)
     assert run(*options)[0] == 130
     arrays = dict(np.load(folder / "data.npz"))
     np.savez(folder / "data.npz", **{**arrays, "x_train": arrays["x_train"] + 1})
     code, _, err = run(*options)
     assert code == 1
-    assert "same noise to other gradients" in err
+    assert "a ledger is about one data set" in err
     np.savez(folder / "data.npz", **arrays)
     assert run(*options)[0] == 0
 
@@ -591,7 +592,7 @@ def test_a_rehearsal_is_never_a_result(run, folder):
 def imagined(tmp_path, monkeypatch):
     """Images of the right shape in place of the public sets, and any directions in place of synthetic images'."""
 
-    def load(name: str, data_dir: object, image_size: None) -> DataSet:
+    def load(name: str, data_dir: object, image_size: None, **_: object) -> DataSet:
         generator = torch.Generator().manual_seed(0)
         shape = (1, 28, 28) if name == "fashion-mnist" else (3, 32, 32)
 
@@ -607,7 +608,7 @@ def imagined(tmp_path, monkeypatch):
         width = math.prod(self.transform.shape(like)[1:])
         return torch.zeros(width), torch.randn(self.components, width, generator=torch.Generator().manual_seed(0))
 
-    monkeypatch.setattr(store, "load", load)
+    monkeypatch.setattr("modelmix.data.load", load)
     monkeypatch.setattr(Whitened, "_directions", directions)
     monkeypatch.setattr(patches, "_SOURCES", 32)
     monkeypatch.setattr(patches, "_CUT", 1200)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 import modelmix as mm
-from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.guarantee import guarantee
 from modelmix.errors import ModelMixError
 from modelmix.experiments import tables
 from modelmix.experiments.recipe import Recipe
@@ -66,18 +66,18 @@ def test_every_run_has_a_recipe_that_the_train_command_reads(row, kind, tmp_path
 def test_every_epsilon_is_proved_and_used_up(row):
     for kind in row.kinds:
         recipe, target = row.recipe(kind, 1), row.target(kind)
-        plan = recipe.plan(SAMPLES[recipe.data])
+        plan = recipe.whole(SAMPLES[recipe.data])
         if math.isinf(target):  # nothing is private, and the accountant says so
-            assert best_epsilon(plan, 1e-5).epsilon > 1e12
+            assert guarantee(plan, 1e-5).epsilon > 1e12
         elif (row.name, kind) == ("cifar10-eps0.64", "paper"):  # the paper's own noise, and its conversion
-            assert mm.epsilon(plan, 1e-5, conversion="classic") == pytest.approx(0.648, abs=5e-4)
-            assert best_epsilon(plan, 1e-5).epsilon <= target
+            assert mm.epsilon(plan, 1e-5, by="classic") == pytest.approx(0.648, abs=5e-4)
+            assert guarantee(plan, 1e-5).epsilon <= target
         elif kind == "released" and row.table == "embedding":  # how its authors accounted for it is not known
-            assert 0.9 * target <= mm.epsilon(plan, 1e-5, conversion="classic") <= 1.15 * target
+            assert 0.9 * target <= mm.epsilon(plan, 1e-5, by="classic") <= 1.15 * target
         elif kind == "released":  # calibrated as its authors did; nothing is proved
-            assert 0.998 * target <= mm.epsilon(plan, 1e-5, conversion="classic") <= target
+            assert 0.998 * target <= mm.epsilon(plan, 1e-5, by="classic") <= target
         elif recipe.epsilon is None:
-            assert 0.998 * target <= best_epsilon(plan, 1e-5).epsilon <= target
+            assert 0.998 * target <= guarantee(plan, 1e-5).epsilon <= target
         else:
             assert recipe.epsilon == target
 

@@ -465,6 +465,7 @@ def test_the_command_trains_on_them(module, tmp_path, monkeypatch, run):
     x, y = IMAGES.numpy(), np.arange(5) % 2
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     options = ["train", "--data", "d.npz", "--model", "linear", "--steps", 1, "--batch", 3, "--seed", 1, "--json"]
+    options += ["--classes", 2]
     code, out, err = run(*options, "--features", "mine_features:embed", "--unit-length", "--out", "a")
     assert code == 0, err
     assert json.loads(out)["steps"] == 1

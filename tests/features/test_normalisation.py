@@ -129,11 +129,13 @@ def test_the_price():
     ledger = mm.Ledger((phase,))
     orders = [1 + k / 50 for k in range(1, 5000)]
     theirs, _ = compute_epsilon(orders, [2 * a / (2 * Z**2) for a in orders], 1e-5)
-    assert mm.epsilon(ledger, 1e-5) == pytest.approx(theirs, rel=1e-4)
-    assert mm.epsilon(ledger, 1e-5) == pytest.approx(0.695, abs=5e-4)
+    assert mm.epsilon(ledger, 1e-5, by="renyi") == pytest.approx(theirs, rel=1e-4)
+    assert mm.epsilon(ledger, 1e-5, by="renyi") == pytest.approx(0.695, abs=5e-4)
+    assert mm.epsilon(ledger, 1e-5) == pytest.approx(0.634, abs=5e-4)
     root = math.sqrt(math.log(1e5)) / Z  # min over alpha of alpha/z^2 + log(1/delta)/(alpha - 1), in closed form
-    assert mm.epsilon(ledger, 1e-5, conversion="classic") == pytest.approx(1 / Z**2 + 2 * root, rel=1e-3)
-    assert mm.epsilon(ledger, 1e-5) == pytest.approx(mm.epsilon(mm.Mechanism(Z / math.sqrt(2), 1.0), 1e-5, steps=1))
+    assert mm.epsilon(ledger, 1e-5, by="classic") == pytest.approx(1 / Z**2 + 2 * root, rel=1e-3)
+    once = mm.epsilon(mm.Mechanism(Z / math.sqrt(2), 1.0), 1e-5, steps=1)
+    assert mm.epsilon(ledger, 1e-5) == pytest.approx(once, rel=1e-4)
 
 
 def test_the_price_composes_with_training():

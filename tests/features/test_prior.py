@@ -148,7 +148,7 @@ def test_frozen_features_are_each_image_s_own(file, tmp_path):
 def data():
     images, labels = leaves(24).numpy(), (torch.arange(24) % 3).numpy()
     arrays = {"x_train": images, "y_train": labels, "x_test": images[:6], "y_test": labels[:6]}
-    return from_arrays("leaves", arrays)
+    return from_arrays("leaves", arrays, 3)
 
 
 @pytest.mark.parametrize("features", ["prior", None])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import Trainer
 from tensorboardX.proto.event_pb2 import Event
 
 from modelmix.errors import ModelMixError
@@ -165,7 +166,7 @@ def test_the_events_of_a_run_are_its_metrics(tmp_path):
 
     def make(**options: object) -> mm.Trainer:
         torch.manual_seed(0)
-        return mm.Trainer(
+        return Trainer(
             nn.Linear(4, 3), nn.CrossEntropyLoss(), (x, y), mm.Mechanism(1.0, 0.3, 2.0), 1.0, 0.3,
             test_set=(x, y), ema=0.9, folder=tmp_path, **options,
         )  # fmt: skip

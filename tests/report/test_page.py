@@ -8,15 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from modelmix.accounting.accountant import epsilon, epsilon_curve
-from modelmix.accounting.comparison import best_epsilon, equal_variance, unmixed
+from modelmix.accounting.guarantee import SEEDED, assumptions, guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.plan import Plan
+from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
 from modelmix.errors import ModelMixError
 from modelmix.report import page_plots, words
@@ -45,7 +48,7 @@ def a_run(folder: Path, ledger: Ledger, *, metrics: bool = True, diagnostics: bo
     base = {
         "schema": "modelmix-run", "version": 1, "name": "resnet on images", "created": "2024-05-01T12:00:00+00:00",
         "seed": None, "device": "cpu", "torch": "2.6.0", "modelmix": "0.1.0", "samples": 50000, "parameters": 269722,
-        "delta": DELTA, "steps": 3400, "settings": settings, "data": "images", "model": "resnet20",
+        "delta": DELTA, "steps": 3400, "test_public": True, "settings": settings, "data": "images", "model": "resnet20",
     }  # fmt: skip
     dump(folder / "config.json", base | config)
     ledger.save(folder / "ledger.json")
@@ -139,12 +142,12 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path, name, public
 def test_the_numbers_are_those_of_the_ledger_rounded_up(tmp_path, name):
     ledger = LEDGERS[name]
     text = page_of(a_run(tmp_path, ledger)).text
-    for line in (best_epsilon(book, DELTA) for book in (ledger, unmixed(ledger), equal_variance(ledger))):
+    for line in (guarantee(book, DELTA) for book in (ledger, unmixed(ledger), equal_variance(ledger))):
         assert f"{show.up(line.epsilon)} {line.accountant}" in text
     assert f"{ledger.steps} of 3,400 planned" in text
-    assert f"({show.up(best_epsilon(ledger, DELTA).epsilon)}, 1e-05)-differential privacy" in text
+    assert f"({show.up(guarantee(ledger, DELTA).epsilon)}, 1e-05)-differential privacy" in text
     assert f"{100 * (0.8 - 20 / (ledger.steps + 30)):.2f} %" in text
-    for line in show.assumptions(ledger):
+    for line in assumptions(ledger):
         assert line in text
     assert "seeded" not in text
     assert "not proved" not in text
@@ -164,9 +167,9 @@ def test_every_phase_is_listed_until_there_are_too_many(tmp_path):
 
 def test_what_is_covered_and_what_is_not(tmp_path):
     text = page_of(a_run(tmp_path, MIXED)).text
-    for word in ("added to the training data or removed", "every released state", "final model", "EMA", "momentum"):
+    for word in ("the contribution of one sample is removed", "every released state", "final model", "EMA", "momentum"):
         assert word in text
-    for word in ("test set", "hyper-parameters", "one person", "finite-precision", "must stay secret", "diagnostics"):
+    for word in ("hyper-parameters", "one person", "finite-precision", "must stay secret", "diagnostics"):
         assert word in text[text.index("Not covered") :]
     assert "modelmix verify RUN --delta 1e-05" in text
 
@@ -203,11 +206,39 @@ def test_diagnostics_stand_in_a_marked_box(tmp_path):
 
 def test_the_public_page_leaves_out_diagnostics_and_the_seed(tmp_path):
     page = page_of(a_run(tmp_path, MIXED, seed=987654321), public=True)
-    for word in ("data holder", "7,654,321", "1,377", "norm of a sample", "987654321"):
+    for word in ("data holder's eyes only", "7,654,321", "1,377", "norm of a sample", "987654321"):
         assert word not in page.html
     assert ("class", "box") not in page.attributes
-    assert words.SEEDED in page.text
+    assert SEEDED in page.text
     assert "987654321" in page_of(tmp_path).text
+
+
+def test_what_was_measured_on_a_private_test_set_is_not_published(tmp_path):
+    a_run(tmp_path, MIXED, test_public=False)
+    page, own = page_of(tmp_path, public=True), page_of(tmp_path)
+    accuracy = f"{100 * (0.8 - 20 / (MIXED.steps + 30)):.2f} %"
+    assert accuracy in own.text
+    assert accuracy not in page.text
+    assert page.tags.count("svg") == 1
+    assert words.TEST_LEFT_OUT in page.text
+    for found in (page, own):
+        assert "metrics on the test set" in found.text[found.text.index("Not covered") :]
+    covered = page_of(a_run(tmp_path / "open", MIXED), public=True)
+    assert accuracy in covered.text
+    assert "metrics on the test set" not in covered.text
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "add-or-remove"])
+def test_a_run_that_stopped_early_states_the_epsilon_of_its_plan(tmp_path, adjacency):
+    plan = Plan.of(PLAIN, delta=DELTA, population=40_321, adjacency=adjacency)
+    taken = replace(plan.ledger, phases=()).add(PLAIN.phases[0].mechanism, 100)
+    page = page_of(a_run(tmp_path, taken, plan=plan.as_dict(), samples=None))
+    whole, so_far = (show.up(guarantee(book, DELTA).epsilon) for book in (plan.ledger, taken))
+    assert whole != so_far
+    assert f"({whole}, 1e-05)-differential privacy" in page.text
+    assert f"{so_far} only if it was fixed beforehand to stop after 100 steps" in page.text
+    assert f"{taken.steps} of {plan.steps} planned" in page.text
+    assert guarantee(plan.ledger, DELTA).relation in page.text
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of files")
@@ -224,7 +255,7 @@ def test_a_run_that_is_not_proved_has_no_epsilon_on_its_page(tmp_path, ledger, p
     page = page_of(tmp_path, public=public)
     honest = Ledger(ledger.phases)
     for book in (honest, unmixed(honest), equal_variance(honest)):
-        value = best_epsilon(book, DELTA).epsilon
+        value = guarantee(book, DELTA).epsilon
         assert all(f"{show.up(value, digits)}" not in page.text for digits in (1, 2, 3, 4))
     assert "1.2345" not in page.html  # the metrics' column
     assert "epsilon at delta" not in page.html
@@ -241,9 +272,8 @@ def test_a_run_that_is_not_proved_has_no_epsilon_on_its_page(tmp_path, ledger, p
 def test_a_seeded_run_says_so(tmp_path, public):
     page = page_of(a_run(tmp_path, PLAIN, seed=0), public=public)
     assert ("class", "banner") in page.attributes
-    assert words.SEEDED in page.text
-    assert "no guarantee to publish" in page.text
-    assert "Were the run not seeded" in page.text
+    assert SEEDED in page.text
+    assert page.text.count("holds only against those who neither know the seed") == 3  # banner, number, guarantee
 
 
 def test_silence_about_the_seed_is_no_guarantee(tmp_path):

@@ -30,7 +30,7 @@ def result(
 ) -> Result:
     """Of a run nobody made; ``accuracy`` in per cent."""
     recipe = tables.row(table, row).recipe(kind, seed)
-    ledger = recipe.plan(SAMPLES[recipe.data])
+    ledger = recipe.whole(SAMPLES[recipe.data])
     if kind == "released":
         ledger = Ledger(ledger.phases, ("a rule",))
     made = Result(
@@ -115,7 +115,7 @@ def test_what_was_not_run_is_shown():
 
 
 def test_an_epsilon_above_that_of_the_row_is_named_and_reaches_nothing():
-    cheap = tables.row("table2", "svhn-eps8").recipe("plain", 1).plan(SAMPLES["cifar10"])
+    cheap = tables.row("table2", "svhn-eps8").recipe("plain", 1).whole(SAMPLES["cifar10"])
     dear = result(99, ledger=json.loads(cheap.to_json()))
     found = cell(dear)
     assert found.epsilon > 8

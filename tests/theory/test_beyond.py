@@ -69,11 +69,11 @@ def test_two_points_against_a_direct_sum():
     f, shifted = np.exp(law.log_density(x)), np.exp(law.log_density(x - 1))
     direct = [math.log(np.sum(shifted**k * f ** (1 - k)) * (x[1] - x[0])) for k in (2, 3)]
     assert log_moments(law, 1.0, np.array([2.0, 3.0])) == pytest.approx(direct, rel=1e-6)
-    found = mm.epsilon(beyond.coordinatewise(law, 1.0), 1e-5, steps=1)
+    found = mm.epsilon(beyond.coordinatewise(law, 1.0), 1e-5, steps=1, by="renyi")
     assert (
-        mm.epsilon(mm.Mechanism(math.sqrt(1.64), 1.0), 1e-5, steps=1)
+        mm.epsilon(mm.Mechanism(math.sqrt(1.64), 1.0), 1e-5, steps=1, by="renyi")
         < found
-        < mm.epsilon(mm.Mechanism(1.0, 1.0), 1e-5, steps=1)
+        < mm.epsilon(mm.Mechanism(1.0, 1.0), 1e-5, steps=1, by="renyi")
     )
 
 
@@ -91,7 +91,9 @@ def test_atoms_too_far_apart_are_refused_and_rightly():
     with pytest.raises(mm.ModelMixError, match="add up to 1"):
         beyond.Discrete(1.0, (-1.0, 1.0), (0.5, 0.4))
     with pytest.raises(mm.ModelMixError, match="made for z"):
-        mm.epsilon(mm.Mechanism(2.0, 0.1, law=beyond.Fixed(beyond.Discrete(1.0, (0.0,), (1.0,)))), 1e-5, steps=1)
+        mm.epsilon(
+            mm.Mechanism(2.0, 0.1, law=beyond.Fixed(beyond.Discrete(1.0, (0.0,), (1.0,)))), 1e-5, steps=1, by="renyi"
+        )
 
 
 def test_a_sphere_in_one_dimension_is_two_points():
@@ -129,14 +131,14 @@ def test_a_sphere_by_monte_carlo():
 
 
 def test_epsilon_of_a_sphere():
-    plain = mm.epsilon(mm.Mechanism(1.0, 0.05), 1e-5, steps=200)
+    plain = mm.epsilon(mm.Mechanism(1.0, 0.05), 1e-5, steps=200, by="renyi")
     small, large = (sphere.Sphere(1.0, radius, 0.05, 10).epsilon(1e-5, 200) for radius in (0.1, 3.0))
-    twin = mm.epsilon(mm.Mechanism(math.sqrt(1.9), 0.05), 1e-5, steps=200)
+    twin = mm.epsilon(mm.Mechanism(math.sqrt(1.9), 0.05), 1e-5, steps=200, by="renyi")
     assert small == pytest.approx(plain, rel=0.01)
     assert twin < large < small <= plain * (1 + 1e-9)
     one = sphere.Sphere(1.0, 1.0, 0.05, 1).epsilon(1e-5, 200)
     law = beyond.Discrete(1.0, (-1.0, 1.0), (0.5, 0.5))
-    assert one == pytest.approx(mm.epsilon(beyond.coordinatewise(law, 0.05), 1e-5, steps=200), rel=1e-6)
+    assert one == pytest.approx(mm.epsilon(beyond.coordinatewise(law, 0.05), 1e-5, steps=200, by="renyi"), rel=1e-6)
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 10, 100])
@@ -246,7 +248,7 @@ def test_the_commands(run, tmp_path, monkeypatch):
     expected = {
         "langevin": mm.epsilon(mm.Mechanism(math.sqrt(2), 0.05), 1e-5, steps=200),
         "uniform": mm.epsilon(mm.Mechanism(1.0, 0.05, 1.0), 1e-5, steps=200),
-        "rounding-after": data["noise_alone"],
+        "rounding-after": mm.epsilon(mm.Mechanism(1.0, 0.05), 1e-5, steps=200),
     }
     for kind, value in expected.items():
         _, out, _ = run("theory", "randomness", kind, "--json")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from torch import nn
 
 import modelmix as mm
@@ -129,6 +130,49 @@ def test_the_noise_is_the_mechanisms(small):
             private_norm_histogram(model, nn.CrossEntropyLoss(), (x, y), bad, Randomness(0).step())
 
 
+@pytest.mark.parametrize("q", [0.1, 0.5])
+def test_the_histogram_looks_at_no_more_samples_than_are_paid_for(small, q):
+    """Every sample enters on its own coin of probability q; a count outside the bounds comes up once in 10^6."""
+    model, (x, y) = small
+    x, y = x[:1].repeat(200, 1, 1, 1)[:200], y[:1].repeat(200)
+    mechanism = mm.Mechanism(1e-3, q)  # noise that is rounded away: the counts are those of the draw
+    counts = []
+    for seed in range(3):
+        release = private_norm_histogram(model, nn.CrossEntropyLoss(), (x, y), mechanism, Randomness(seed).step())
+        assert release.phase.mechanism.sample_rate == q
+        counts.append(release.histogram.counts.sum())
+    low, high = stats.binom.ppf([5e-7, 1 - 5e-7], 200, q)
+    assert all(low <= count <= high for count in counts)
+    assert len(set(counts)) > 1, "every step draws anew"
+
+
+def test_advice_on_private_data_draws_at_the_rate_it_pays_for(run, tmp_path):
+    """1,000 samples at q = 0.2 and little noise: about 200 of them are in the released counts."""
+    file, book = tmp_path / "mine.npz", tmp_path / "spent.json"
+    rng, labels = np.random.default_rng(0), np.arange(1000) % 3
+    arrays = {f"x_{part}": rng.standard_normal((1000, 5)) for part in ("train", "test")}
+    np.savez(file, **arrays, y_train=labels, y_test=labels)
+    budget = ["--epsilon", 30, "--ledger", book, "--q", 0.2]
+    code, out, _ = run(
+        "clip-advice",
+        "--data",
+        file,
+        "--classes",
+        3,
+        "--model",
+        "linear",
+        "--out",
+        tmp_path / "a.png",
+        *budget,
+        "--json",
+    )
+    assert code == 0
+    data = json.loads(out)
+    assert mm.Ledger.load(book).phases[0].mechanism.sample_rate == 0.2
+    spread = math.sqrt(1000 * 0.2 * 0.8 + len(data["counts"]) * data["noise_std"] ** 2)
+    assert abs(sum(data["counts"]) - 200) < 5.5 * spread < 200  # a false alarm once in 10^7
+
+
 def test_batch_statistics_are_refused(small):
     _, batch = small
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
@@ -166,7 +210,7 @@ def test_private_data_are_refused_without_a_budget_and_charged_with_one(run, tmp
     labels = np.arange(300) % 3
     arrays = {f"x_{part}": rng.standard_normal((300, 5)) for part in ("train", "test")}
     np.savez(file, **arrays, y_train=labels, y_test=labels)
-    base = ["clip-advice", "--data", file, "--model", "linear", "--out", tmp_path / "a.png"]
+    base = ["clip-advice", "--data", file, "--classes", 3, "--model", "linear", "--out", tmp_path / "a.png"]
     for missing in ([], ["--epsilon", 1], ["--ledger", book]):
         code, _, err = run(*base, *missing)
         assert code == 2

@@ -93,9 +93,9 @@ def test_the_map_agrees_with_the_single_comparison():
     """At the paper's ResNet20 setting, by moments on both sides."""
     ours = mm.Mechanism(0.335, 0.03, 11.25, 100)
     share = (11.25**2 / 12) / ours.total_std**2
-    epsilon = mm.epsilon(ours, 1e-5, steps=3400)
+    epsilon = mm.epsilon(ours, 1e-5, steps=3400, by="renyi")
     cells = worth.price_map(share=share, epsilons=[epsilon], runs=[(0.03, 3400)], truncations=[100])
-    plain = mm.calibrate(epsilon=epsilon, delta=1e-5, sample_rate=0.03, steps=3400)
+    plain = mm.calibrate(epsilon=epsilon, delta=1e-5, sample_rate=0.03, steps=3400, by="renyi")
     assert cells[0].price == pytest.approx(ours.total_std / plain.noise_multiplier, rel=5e-4)
     assert cells[0].price > 2.2
 

@@ -13,12 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from known import Known
+from planned import Trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import modelmix as mm
-from modelmix.training import Trainer, clipping, make_private, random_labels
+from modelmix.training import clipping, make_private, random_labels
 from modelmix.training import embedding as module
 from modelmix.training.clipping import MARGIN
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
@@ -708,7 +709,7 @@ def test_never_more_than_one_groups_gradients_are_held(engine, mechanism):
 
 def test_the_ledger_holds_the_mechanism_and_epsilon_is_of_it():
     run = trainer(MIXED).run(3, progress=False)
-    assert run.ledger == mm.Ledger().add(MIXED, 3)
+    assert run.ledger.phases == mm.Ledger().add(MIXED, 3).phases
     assert run.epsilon(1e-5) == mm.epsilon(MIXED, 1e-5, steps=3)
     follows = trainer(PLAIN, tau=0.1, lr=0.2).mechanism_at(1)
     assert follows == mm.EmbeddingMechanism(1.0, 0.5, 0.1 / 0.2 * 30 / 2.0)
@@ -747,7 +748,7 @@ def test_account_and_step_must_both_embed():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*small_data()), batch_size=10)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(mm.UnprovedError, match="would not embed"):
-        make_private(model, optimizer, loader, mechanism=PLAIN, clip=1.0)
+        make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=mm.Plan.of(PLAIN, 3), clip=1.0)
 
 
 def test_public_labels_must_be_of_the_model():

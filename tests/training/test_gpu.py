@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from planned import Trainer
 from scipy import stats
 from torch import nn
 
-from modelmix import Mechanism, Performance, Trainer
+from modelmix import Mechanism, Performance
 from modelmix.training import Randomness
 from modelmix.training.clipping import Clip
 from modelmix.training.embedding import Embedding, EmbeddingClip, columns, find_basis

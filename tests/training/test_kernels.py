@@ -226,7 +226,7 @@ def test_group_norms_that_are_not_trained_go_through_the_kernel(everywhere, monk
     x, y = torch.randn(3, 3, 6, 6), torch.randint(0, 10, (3,))
     flat, clip, one = FlatParameters(model), Clip(0.3), torch.ones(3, dtype=torch.float64)
     found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
-    assert calls == [8, 16]
+    assert calls[:2] == [8, 16]  # and again in the second trace
     model.double()
     right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x.double(), y, one, clip)
     assert (found.total - right.total).norm() <= 2e-5 * right.total.norm()

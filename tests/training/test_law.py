@@ -12,11 +12,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from planned import Trainer
 from scipy import stats
 from torch import nn
 
 import modelmix as mm
-from modelmix.training import Trainer, rules
+from modelmix.training import rules
 
 STEPS, WIDTH = 40, 140
 D = WIDTH * WIDTH

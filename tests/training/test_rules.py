@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import Trainer
 from torch import nn
 
 import modelmix as mm
-from modelmix.training import Randomness, Schedule, Trainer
+from modelmix.training import Randomness, Schedule
 from modelmix.training.mixing import midpoint, padded_gap
 from modelmix.training.rules import Rule, State, noise, take_step
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import Trainer
 from scipy import stats
 from torch import nn
 from torch.utils.data import Dataset
 
 import modelmix as mm
-from modelmix.training import Performance, Randomness, Trainer, sampling
+from modelmix.training import Performance, Randomness, sampling
 from modelmix.training.randomness import StepRandomness
 from modelmix.training.sampling import Ahead, as_source, pieces
 from modelmix.training.sending import sent

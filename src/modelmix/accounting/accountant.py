@@ -1,4 +1,4 @@
-"""Composition: what a sequence of mechanisms proves, as epsilon for a delta or delta for an epsilon."""
+"""Renyi accounting: what the moments of several mechanisms prove, as epsilon for a delta or delta for an epsilon."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _UP = 1 + 1e-13
 
 
 @dataclass(frozen=True)
-class Guarantee:
-    """(epsilon, delta)-differential privacy under adding or removing one sample.
+class RenyiBound:
+    """What Renyi moments prove of a composition at one delta.
 
     ``order`` is the Renyi order that proves it (infinity: the bound of the worst case, pure differential privacy; 0: no
     step was taken). ``reason`` says why epsilon is infinite or looser than it could be, where it is.
@@ -95,12 +95,12 @@ def guarantee(
     *,
     steps: int | None = None,
     conversion: Conversion = "improved",
-) -> Guarantee:
+) -> RenyiBound:
     """The smallest epsilon the moments prove at ``delta``. The order grid grows until its optimum is inside it."""
     delta = probability("delta", delta, "the failure probability")
     phases = _phases(source, steps)
     if not phases:
-        return Guarantee(0.0, delta, 0.0, conversion)
+        return RenyiBound(0.0, delta, 0.0, conversion)
     pure = _pure(phases)
     for level in range(LAST_LEVEL + 1):
         orders, kappa = orders_at(level), _compose(phases, level)
@@ -112,15 +112,17 @@ def guarantee(
             break
     value, order = float(candidates[best]) * _UP, float(orders[best])
     if not math.isfinite(min(value, pure)):
-        return Guarantee(math.inf, delta, 0.0, conversion, "no finite moment: the noise is too small to bound the loss")
+        return RenyiBound(
+            math.inf, delta, 0.0, conversion, "no finite moment: the noise is too small to bound the loss"
+        )
     if pure <= value:
-        return Guarantee(pure, delta, math.inf, conversion, "pure: holds with delta = 0 as well")
+        return RenyiBound(pure, delta, math.inf, conversion, "pure: holds with delta = 0 as well")
     reason = None
     if value == 0:
         reason = "epsilon 0: the total variation distance is proved to be below delta"
     elif best == orders.size - 1:
         reason = f"Renyi orders above {order:g} could lower epsilon by at most {-math.log(delta) / (order - 1):.1e}"
-    return Guarantee(value, delta, order, conversion, reason)
+    return RenyiBound(value, delta, order, conversion, reason)
 
 
 def epsilon(

@@ -2,8 +2,9 @@ r"""The facts the proof rests on, as functions that can be tested, and the gate 
 
 1. Worst direction: h_k(|v|) is a convex function of |v|^norm, so a vertex of the clipped set is the worst gradient.
 2. Width: A_k does not grow with the mixing width, so a natural gap wider than tau is never worse.
-3. Adjacency: D_alpha((1-q)P + qP' || P) is at least D_alpha(P || (1-q)P + qP'), so removing a sample is the worst
-   case. This one is a theorem for every law symmetric about a point (Mironov, Talwar, Zhang 2019, Theorem 5).
+3. Direction: D_alpha((1-q)P + qP' || P) is at least D_alpha(P || (1-q)P + qP'), so the dataset with the sample against
+   the one without its contribution is the worst case. This one is a theorem for every law symmetric about a point
+   (Mironov, Talwar, Zhang 2019, Theorem 5).
 
 For the Gaussian and the Laplace law, mixed or not, facts 1 and 2 are held on wide grids by this package's tests. Any
 other law is refused unless they hold on a grid that covers the shifts its mechanism uses.

@@ -5,7 +5,10 @@ phases in a row become one. The file carries a digest of its content, so that a 
 the digest guards against accidents and sloppy edits, not against a forger.
 
 A run that broke a rule of the proof keeps a ledger too, with the rules it broke; no epsilon is ever computed from it.
-Such files have version 2, so that a program that knows nothing of them refuses them.
+
+A ledger also says for which neighbours its epsilon holds (adjacency, unit, population) and whether the run was seeded:
+version 3 of the file. Files of versions 1 and 2 say nothing of it and are read as zero-out, which is what the runs that
+wrote them can claim.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
 from modelmix.accounting.embedding import mechanism_from_dict
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.validation import whole
@@ -23,8 +27,10 @@ from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.files import write_atomically
 
 SCHEMA = "modelmix-ledger"
-VERSION = 1
-UNPROVED_VERSION = 2
+VERSION = 3
+_OLDER = {1: ("phases",), 2: ("phases", "unproved")}
+_LISTS = ("phases", "unproved")
+_CLAIM = ("adjacency", "unit", "population", "seeded")
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,19 @@ class Ledger:
     Args:
         phases: what ran.
         unproved: the rules of the proof that were broken, in words; empty for an honest run.
+        adjacency: the neighbours the run can claim, "zero-out" or "add-or-remove".
+        unit: what one neighbour differs in.
+        population: the public number of samples (zero-out), or the public constant every scale comes from
+            (add-or-remove); None if it is not known.
+        seeded: whether the noise came from a seed: the epsilon then holds only against those who do not know it.
     """
 
     phases: tuple[Phase, ...] = field(default=())
     unproved: tuple[str, ...] = field(default=())
+    adjacency: Adjacency = ZERO_OUT
+    unit: str = "sample"
+    population: int | None = None
+    seeded: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -63,6 +78,17 @@ class Ledger:
         object.__setattr__(self, "unproved", tuple(self.unproved))
         if not all(isinstance(reason, str) and reason for reason in self.unproved):
             raise ModelMixError("the broken rules of a ledger are written in words.")
+        if check_adjacency(self.adjacency) == REPLACE_ONE:
+            raise ModelMixError("a ledger claims zero-out or add-or-remove; ask guarantee() about replace-one.")
+        if self.population is not None:
+            population = whole("population", self.population, "the number of samples", least=1)
+            object.__setattr__(self, "population", population)
+        elif self.adjacency == ADD_OR_REMOVE:
+            raise ModelMixError("add-or-remove needs a population: the public constant that every scale comes from.")
+        if not isinstance(self.unit, str) or not self.unit or not self.unit.isprintable():
+            raise ModelMixError("the unit of a ledger is a word, for instance sample.")
+        if not isinstance(self.seeded, bool):
+            raise ModelMixError("seeded is true or false.")
 
     def add(self, mechanism: Mechanism, steps: int = 1) -> Ledger:
         """This ledger followed by ``steps`` steps of ``mechanism``."""
@@ -72,11 +98,40 @@ class Ledger:
         return replace(self, phases=(*self.phases, new))
 
     def then(self, other: Ledger) -> Ledger:
-        """A ledger with all of another one after this one; what either breaks, both break."""
-        joined = Ledger(self.phases, (*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)))
+        """A ledger with all of another one after this one; what either breaks, both break.
+
+        The claim is the weaker of the two: zero-out if either is, because add-or-remove implies it. An empty ledger
+        claims nothing and takes on the other's claim.
+        """
+        if self.unit != other.unit and self.phases and other.phases:
+            raise ModelMixError(
+                f"these ledgers are about different units, {self.unit} and {other.unit}: they cannot be added up."
+            )
+        weaker, stronger = (self, other) if self.adjacency == ZERO_OUT and self.phases else (other, self)
+        if stronger.phases and not weaker.phases:
+            weaker, stronger = stronger, weaker
+        same = not stronger.phases or stronger.population == weaker.population
+        joined = replace(
+            weaker,
+            phases=self.phases,
+            unproved=(*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)),
+            population=weaker.population if same or weaker.adjacency == ADD_OR_REMOVE else None,
+            seeded=self.seeded or other.seeded,
+        )
         for phase in other.phases:
             joined = joined.add(phase.mechanism, phase.steps)
         return joined
+
+    def starts_with(self, other: Ledger) -> bool:
+        """Whether everything in ``other`` comes first in this ledger."""
+        left = list(self.phases)
+        for phase in other.phases:
+            if not left or left[0].mechanism != phase.mechanism or left[0].steps < phase.steps:
+                return False
+            first = left.pop(0)
+            if first.steps > phase.steps:
+                left.insert(0, Phase(first.mechanism, first.steps - phase.steps))
+        return True
 
     def mechanism_at(self, step: int) -> Mechanism:
         """The mechanism of a step, counted from 1."""
@@ -100,42 +155,49 @@ class Ledger:
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
 
+    @property
+    def digest(self) -> str:
+        """The digest that its file carries."""
+        return str(json.loads(self.to_json())["digest"])
+
     def to_json(self) -> str:
         """The ledger as text, with its schema, version and digest."""
         body: dict[str, object] = {
             "schema": SCHEMA,
-            "version": UNPROVED_VERSION if self.unproved else VERSION,
+            "version": VERSION,
             "phases": [phase.as_dict() for phase in self.phases],
+            "unproved": list(self.unproved),
+            **{name: getattr(self, name) for name in _CLAIM},
         }
-        if self.unproved:
-            body["unproved"] = list(self.unproved)
         return json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Ledger:
-        """Reads what ``to_json`` wrote; refuses anything else in one line."""
+        """Reads what ``to_json`` wrote, now or in an older version; refuses anything else in one line."""
         try:
             data = json.loads(text, object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError):
             raise ModelMixError("the ledger is not whole JSON: it was cut off or edited; restore the file.") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ModelMixError(f'this is not a ledger: its "schema" must be "{SCHEMA}".')
-        if type(data.get("version")) is not int or data["version"] not in (VERSION, UNPROVED_VERSION):
+        version = data.get("version")
+        if type(version) is not int or version not in (*_OLDER, VERSION):
             raise ModelMixError(
-                f"ledger version {data.get('version')!r} is unknown: this program reads versions {VERSION} and "
-                f"{UNPROVED_VERSION}; use the program that wrote the file."
+                f"ledger version {version!r} is unknown: this program reads versions 1 to {VERSION}; use the program "
+                "that wrote the file."
             )
-        reasons = data.get("unproved", [])
-        lists = ["phases", "unproved"] if data["version"] == UNPROVED_VERSION else ["phases"]
-        if set(data) != {"schema", "version", *lists, "digest"} or not all(isinstance(data[k], list) for k in lists):
-            wanted = " and ".join(f'"{name}" (a list)' for name in lists)
+        lists, claim = (_LISTS, _CLAIM) if version == VERSION else (_OLDER[version], ())
+        if set(data) != {"schema", "version", *lists, *claim, "digest"} or not all(
+            isinstance(data[k], list) for k in lists
+        ):
+            wanted = " and ".join(f'"{name}" (a list)' for name in lists) + "".join(f', "{name}"' for name in claim)
             raise ModelMixError(f'a ledger has exactly "schema", "version", {wanted} and "digest".')
-        if data["version"] == UNPROVED_VERSION and not reasons:
+        if version == 2 and not data["unproved"]:
             raise ModelMixError("a ledger of version 2 names at least one broken rule.")
         body = {key: value for key, value in data.items() if key != "digest"}
         if data["digest"] != _digest(body):
             raise ModelMixError("the ledger's digest does not match its content: it was edited; restore the file.")
-        ledger = cls(unproved=tuple(reasons))
+        ledger = cls(unproved=tuple(data.get("unproved", ())), **{name: data[name] for name in claim})
         for entry in data["phases"]:
             if not isinstance(entry, dict) or "steps" not in entry:
                 raise ModelMixError('every phase of a ledger is an object with "steps" and a mechanism.')

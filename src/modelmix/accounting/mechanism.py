@@ -26,7 +26,7 @@ Bound = tuple[tuple[Law, float, int], ...]
 class Mechanism:
     """One noisy, mixed gradient step on a Poisson-sampled batch.
 
-    Adjacency: two datasets differ by adding or removing one sample. All lengths are divided by the clip.
+    Neighbours differ in one sample's contribution, see ``adjacency``. All lengths are divided by the clip.
 
     Args:
         noise_multiplier: z, the noise scale over the clip. Gaussian: standard deviation over the l2 clip.

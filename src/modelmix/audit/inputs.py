@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelmix.accounting.adjacency import ADD_OR_REMOVE
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.plan import Plan
 from modelmix.accounting.validation import whole
 from modelmix.audit.bounds import LowerBound, one_run_lower_bound
 from modelmix.training.trainer import Trainer
@@ -60,9 +62,12 @@ def audit_inputs(
     x, y = random_inputs(data[0], canaries, generator), torch.randint(classes, (canaries,), generator=generator)
     present = np.random.default_rng(seed).random(canaries) < 0.5
     there = torch.from_numpy(present)
+    # The coins move the number of samples: scales come from a constant that does not.
+    population = len(data[0]) + canaries
+    plan = Plan.of(mechanism, steps, delta=min(delta, 0.1 / population), population=population, adjacency=ADD_OR_REMOVE)
     train_set = (torch.cat([data[0], x[there]]), torch.cat([data[1], y[there]]))
-    trainer = Trainer(model, loss, train_set, mechanism, clip, lr, seed=seed, **options)
-    trainer.run(steps, progress=False)
+    trainer = Trainer(model, loss, train_set, plan, clip, lr, seed=seed, **options)
+    trainer.run(progress=False)
     with torch.no_grad():
         device = next(trainer.model.parameters()).device
         each = nn.functional.cross_entropy(trainer.model(x.to(device)), y.to(device), reduction="none").cpu().numpy()

@@ -41,6 +41,7 @@ def norm_layer_scores(mechanism: Mechanism, *, canaries: int, steps: int, seed: 
     trainer, index, present = implant(
         mechanism,
         canaries=canaries,
+        steps=steps,
         network=NormLayer(math.ceil(canaries / 2)),
         width=1,
         seed=seed,

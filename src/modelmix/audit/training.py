@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.plan import Plan
 from modelmix.accounting.validation import whole
 from modelmix.audit.bounds import Array, LowerBound, epsilon_lower_bound, one_run_lower_bound
 from modelmix.audit.mechanism import log_likelihood_ratio, parts, worst_width
@@ -36,9 +38,10 @@ class Implanted(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+        self._trained = [name for name, p in network.named_parameters() if p.requires_grad]
 
     def forward(self, x: Tensor, index: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        flat = torch.cat([p.flatten() for p in self.network.parameters() if p.requires_grad])
+        flat = torch.cat([attrgetter(name)(self.network).flatten() for name in self._trained])
         return self.network(x), flat[index].sum(-1), kind
 
 
@@ -114,6 +117,7 @@ def implant(
     mechanism: Mechanism,
     *,
     canaries: int,
+    steps: int = 1,
     network: nn.Module | None = None,
     data: tuple[Tensor, Tensor] | None = None,
     coordinates: Tensor | None = None,
@@ -126,7 +130,7 @@ def implant(
     """A trainer with canaries in its data, the coordinates of each of them, and which are there.
 
     Args:
-        mechanism: what the run claims.
+        mechanism, steps: what the run claims, for how many steps.
         network, data: a real task; left out, a bare vector of weights that only canaries pull at.
         coordinates: the weights canaries may pull at, as indices into the flat vector; None is all of them.
         width: coordinates of one canary; None takes the worst case of the proof. Where gradients are embedded, public
@@ -154,14 +158,15 @@ def implant(
         basis = index[:, : k // 2].flatten()
         pulls = x.new_zeros(len(basis), *x.shape[1:]), basis[:, None].expand(-1, k).clone(), torch.ones(len(basis))
         options["embedding"] = Embedding((pulls, y.new_zeros(len(basis))), len(basis), groups=1)
-    trainer = Trainer(model, implanted_loss, (inputs, targets), mechanism, clip, lr, seed=seed, **options)
+    plan = Plan.of(mechanism, steps, delta=min(1e-5, 0.1 / len(targets)))
+    trainer = Trainer(model, implanted_loss, (inputs, targets), plan, clip, lr, seed=seed, **options)
     return trainer, index, present
 
 
 def attack(mechanism: Mechanism, *, canaries: int = 2000, steps: int = 1, **options: Any) -> Observed:
     """One run of the trainer with canaries, as the attacker sees it; options as in ``implant``."""
     clip, lr = options.get("clip", 1.0), options.get("lr", 0.1)
-    trainer, index, present = implant(mechanism, canaries=canaries, **options)
+    trainer, index, present = implant(mechanism, canaries=canaries, steps=steps, **options)
     seen = []
     for _ in range(steps):
         before = trainer.state

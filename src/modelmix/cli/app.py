@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
@@ -21,6 +20,7 @@ from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
 from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
+from modelmix.cli.once import OnceGroup, Program
 from modelmix.cli.prior import prior
 from modelmix.cli.report import report
 from modelmix.cli.reproduce import reproduce
@@ -31,7 +31,7 @@ from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
 
 
-class _Root(TyperGroup):
+class _Root(OnceGroup):
     def invoke(self, ctx: Any) -> Any:
         # Typer would make exit code 130 of it, the same as of a command that has said itself that it stopped.
         try:
@@ -40,7 +40,7 @@ class _Root(TyperGroup):
             raise typer.Abort from None
 
 
-app = typer.Typer(
+app = Program(
     name="modelmix",
     cls=_Root,
     help="Differential privacy for training, with an epsilon you can check. Every command takes --help.",

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from modelmix.accounting.comparison import best_epsilon
 from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.validation import probability, whole
 from modelmix.cli import show
@@ -50,7 +50,7 @@ def audit(
         Ledger(ledger.phases), delta, trials=number, confidence=confidence, seed=seed, done=_progress(cost * number / 2)
     )
     step = replace(ledger.phases[0].mechanism, sample_rate=1.0)
-    step_claim = best_epsilon(Ledger().add(step, 1), delta).epsilon
+    step_claim = guarantee(Ledger().add(step, 1), delta).epsilon
     by_trainer = _trainer_bound(step, delta, confidence, seed, quick) if proved else None
     plots = _plot(found, run, out, claimed)
     rows: list[dict[str, Any]] = [
@@ -80,18 +80,17 @@ def audit(
 def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool]:
     """The phases of a run, the epsilon it claims, and whether that is proved."""
     if run.suffix in (".toml", ".yaml", ".yml"):
-        from modelmix.data import load
         from modelmix.experiments.recipe import MECHANISMS, Recipe
 
         recipe = Recipe.load(run)
-        ledger = recipe.whole(len(load(recipe.data, image_size=recipe.image_size).train))
+        ledger = recipe.whole(len(recipe.load_data().train))
         proved = MECHANISMS[recipe.mechanism][1] != "released"
     else:
         ledger = Ledger.load(run / "ledger.json" if run.is_dir() else run)
         proved = not ledger.unproved
     if not ledger.phases:
         raise ModelMixError(f"{run} has no step yet: there is nothing to attack.")
-    return ledger, best_epsilon(Ledger(ledger.phases), delta).epsilon, proved
+    return ledger, guarantee(Ledger(ledger.phases), delta).epsilon, proved
 
 
 def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, quick: bool) -> Any:

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from modelmix.accounting import calibration
-from modelmix.accounting.accountant import epsilon as renyi_epsilon
-from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.guarantee import guarantee
+from modelmix.accounting.plan import check_delta
 from modelmix.accounting.validation import positive
 from modelmix.cli import show
-from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
+from modelmix.cli.options import ADJACENCY_HELP, Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
 
 _LONG_NAMES = {"z": "noise_multiplier", "omega": "mixing_width", "q": "sample_rate", "p": "p"}
@@ -29,7 +29,8 @@ def calibrate(
     solve_for: Annotated[
         str | None, typer.Option("--for", help="z, omega, q, steps or p; left out, whichever is missing.")
     ] = None,
-    conversion: Annotated[str, typer.Option(help="improved or classic.")] = "improved",
+    by: Annotated[str, typer.Option(help="Accountant: best, renyi, classic or pld.")] = "best",
+    adjacency: Annotated[str | None, typer.Option(help=ADJACENCY_HELP)] = None,
     save_ledger: Annotated[Path | None, typer.Option(help="Write the solution to this ledger file.")] = None,
     json: Json = False,
 ) -> None:
@@ -39,11 +40,12 @@ def calibrate(
     modelmix calibrate --epsilon 8 --omega 11.25 --p 100 --q 0.03 --steps 3500          (solves for z)
     modelmix calibrate --epsilon 8 --z 0.335 --p 100 --q 0.03 --steps 3500 --for omega
     """
-    if options.ledger is not None:
+    if options.ledger:
         raise ModelMixError("calibrate takes one phase from its options: leave --ledger out.")
     positive("epsilon", epsilon, "the target epsilon")
+    check_delta(options.delta, options.samples)
     ratios, unknown = _unknown(options, solve_for)
-    target: dict[str, Any] = {"epsilon": epsilon, "delta": options.delta, "conversion": conversion}
+    target: dict[str, Any] = {"epsilon": epsilon, "delta": options.delta, "by": by, "adjacency": adjacency}
     if unknown == "steps":
         mechanism = ratios.mechanism()
         steps = calibration.max_steps(mechanism, **target)
@@ -65,21 +67,19 @@ def calibrate(
             change: dict[str, Any] = {_LONG_NAMES[unknown]: show.rounded(exact, _SAFE[unknown])}
             mechanism = replace(mechanism, **change)
         steps = int(ratios.steps)  # type: ignore[arg-type]
-    reached = renyi_epsilon(mechanism, options.delta, steps=steps, conversion=conversion)  # type: ignore[arg-type]
+    ledger = options.claim().add(mechanism, steps)
+    reached = guarantee(ledger, options.delta, by=by, adjacency=adjacency)  # type: ignore[arg-type]
     answer = steps if unknown == "steps" else getattr(mechanism, _LONG_NAMES[unknown])
-    phase = Phase(mechanism, steps)
     if save_ledger is not None:
-        Ledger((phase,)).save(save_ledger)
+        ledger.save(save_ledger)
     if json:
         print(
             show.as_json(
                 {
                     "solved_for": unknown,
                     unknown: answer,
-                    "epsilon": reached,
+                    **reached.as_dict(),
                     "target_epsilon": epsilon,
-                    "delta": options.delta,
-                    "conversion": conversion,
                     "proved": True,
                     "mechanism": mechanism.as_dict(),
                     "steps": steps,
@@ -88,10 +88,10 @@ def calibrate(
         )
         return
     show.table(
-        f"epsilon {show.up(reached)} (target {epsilon:g}) at delta = {options.delta:g}",
+        f"epsilon {show.up(reached.epsilon)} ({reached.accountant}; target {epsilon:g}) at delta = {options.delta:g}",
         ["", "value"],
         [[f"[bold]{unknown}[/]", f"[bold]{answer:.7g}[/]"]],
-        [show.phase_line(phase), "Rounded to the safe side.", show.GUARANTEE],
+        [show.phase_line(ledger.phases[0]), "Rounded to the safe side.", reached.scope, *reached.notes],
     )
 
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.calibration import calibrate
+from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.plan import check_delta
 from modelmix.accounting.validation import positive, whole
 from modelmix.cli import show
 from modelmix.cli.options import DataDir, Json
@@ -44,6 +47,11 @@ def clip_advice(
     ] = None,
     delta: Annotated[float, typer.Option(help="Failure probability of the budget.")] = 1e-5,
     q: Annotated[float, typer.Option("--q", help="Private: share of the samples that is looked at, by Poisson.")] = 0.1,
+    population: Annotated[
+        int | None,
+        typer.Option(help="Private: a public constant in place of the number of samples.", show_default=False),
+    ] = None,
+    classes: Annotated[int | None, typer.Option(help="How many classes the data has.", show_default=False)] = None,
     samples: Annotated[int, typer.Option(help="Public: how many samples are looked at.")] = 1000,
     beta: Annotated[float | None, typer.Option(help="Smoothness; with --range and --train-epsilon.")] = None,
     loss_range: Annotated[
@@ -76,18 +84,21 @@ def clip_advice(
     if not private and (epsilon is not None or ledger is not None):
         raise ModelMixError("--epsilon and --ledger pay for private samples: leave them out, or leave out --public.")
     style.prepare(out)
-    network, batch, dimension = _load(data, model, weights, data_dir, seed)
+    network, batch, dimension = _load(data, model, weights, data_dir, seed, classes, public)
     facts: dict[str, Any] = {"data": data, "model": model, "private": private, "coordinates": dimension}
     if private:
         assert epsilon is not None
         assert ledger is not None
-        found = _pay(network, batch, epsilon, delta, q, ledger, facts)
+        many = len(batch[1]) if population is None else whole("population", population, "the population", least=1)
+        claim = Ledger(adjacency=ZERO_OUT if population is None else ADD_OR_REMOVE, population=many)
+        check_delta(delta, many)
+        found = _pay(network, batch, epsilon, delta, q, ledger, claim, facts)
         kappa, tail, bias = found.kappa(), None, []
     else:
         found, tail, bias = _look(network, batch, samples, seed)
         kappa = tail.kappa
         facts |= {"tail_chance": tail.chance, "mean_excess": tail.mean_excess, "bias": [asdict(row) for row in bias]}
-    threshold = _threshold(kappa, beta, loss_range, train_epsilon, len(batch[1]), dimension, delta)
+    threshold = _threshold(kappa, beta, loss_range, train_epsilon, population or len(batch[1]), dimension, delta)
     clip = _advised(found, bias, threshold)
     written = [str(path) for path in picture.draw(found, clip, threshold, out, tail=tail, bias=bias)]
     facts |= {"clip": clip, "kappa": kappa, "threshold": threshold, "mean_norm": found.mean_norm, "files": written}
@@ -109,6 +120,7 @@ def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[st
     ]
     if private:
         notes.append(f"Charged to {escape(str(ledger))}: epsilon {facts['epsilon_spent']:.4g} for this look alone.")
+        notes.append(escape(facts["scope"]))
         notes.append(
             f"Only the noisy histogram was used. modelmix train --spent {escape(str(ledger))} counts the look as well."
         )
@@ -119,7 +131,9 @@ def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[st
     return [*notes, f"drawn: {', '.join(facts['files'])}"]
 
 
-def _load(data: str, model: str, weights: Path | None, data_dir: Path | None, seed: int) -> Any:
+def _load(
+    data: str, model: str, weights: Path | None, data_dir: Path | None, seed: int, count: int | None, public: bool
+) -> Any:
     try:
         import torch
 
@@ -132,7 +146,7 @@ def _load(data: str, model: str, weights: Path | None, data_dir: Path | None, se
     if data == SYNTHETIC:
         split, classes = synthetic(seed=seed), 10
     else:
-        loaded = load(data, data_dir)
+        loaded = load(data, data_dir, classes=count, test_public=public)
         split, classes = loaded.train, len(loaded.classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -164,7 +178,14 @@ def _look(network: Any, batch: Any, samples: int, seed: int) -> Any:
 
 
 def _pay(
-    network: Any, batch: Any, epsilon: float, delta: float, q: float, ledger: Path, facts: dict[str, Any]
+    network: Any,
+    batch: Any,
+    epsilon: float,
+    delta: float,
+    q: float,
+    ledger: Path,
+    claim: Ledger,
+    facts: dict[str, Any],
 ) -> NormHistogram:
     """The noisy histogram; its phase is on disk before the histogram is used."""
     from torch import nn
@@ -175,12 +196,13 @@ def _pay(
     if (ledger.parent / "config.json").exists():
         raise ModelMixError(f"{ledger} belongs to a run, which would no longer match it: give a copy of it.")
     mechanism = calibrate(epsilon=epsilon, delta=delta, sample_rate=q, steps=1)
-    spent = (Ledger.load(ledger) if ledger.exists() else Ledger()).add(mechanism, 1)
+    spent = (Ledger.load(ledger) if ledger.exists() else Ledger()).then(claim.add(mechanism, 1))
     spent.require_proof()
     spent.save(ledger)  # first: a look that is not in the ledger must not happen
     release = private_norm_histogram(network, nn.CrossEntropyLoss(), batch, mechanism, Randomness().step())
     facts |= {
         "epsilon_spent": float(epsilon), "delta": delta, "noise_std": mechanism.noise_multiplier, "sample_rate": q,
+        "scope": guarantee(claim.add(mechanism, 1), delta).scope,
         "counts": release.histogram.counts.tolist(), "ledger": str(ledger),
     }  # fmt: skip
     return release.histogram

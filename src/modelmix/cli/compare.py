@@ -36,10 +36,12 @@ def compare(
         return
     phase = options.one_phase()
     result = honest_comparison(phase.mechanism, options.delta, steps=phase.steps)
-    if json:
-        print(show.as_json({**asdict(result), "delta": options.delta, "phase": phase.as_dict()}))
-        return
     std, ours = result.total_std, result.mechanism
+    if json:
+        print(
+            show.as_json({**asdict(result), "epsilon": ours.epsilon, "delta": options.delta, "phase": phase.as_dict()})
+        )
+        return
     noise_std = phase.mechanism.noise.variance**0.5
     show.table(
         f"epsilon at equal noise, delta = {options.delta:g}",
@@ -64,6 +66,7 @@ def compare(
         ],
         [
             show.phase_line(phase),
+            ours.scope,
             "Noise std: of everything added to one coordinate, mixing included. At equal epsilon less is better.",
         ],
     )
@@ -76,7 +79,7 @@ def _map(options: MechanismOptions, share: float, out: Path, json: bool) -> None
     from modelmix.report import style
     from modelmix.report import worth as picture
 
-    if options.describes_a_phase or options.ledger is not None:
+    if options.describes_a_phase or options.ledger:
         raise ModelMixError("--map goes over z, omega, q, steps and p by itself: leave them out.")
     style.prepare(out)
     cells = worth.price_map(share=share, delta=options.delta)

@@ -12,13 +12,14 @@ import typer
 from rich.markup import escape
 
 from modelmix.cli import show
+from modelmix.cli.once import Program
 from modelmix.cli.options import Json
 from modelmix.data import catalogue
 
 if TYPE_CHECKING:
     from modelmix.data.checksum import File
 
-data = typer.Typer(help="List the public data sets, or download one, checked by its published checksums.")
+data = Program(help="List the public data sets, or download one, checked by its published checksums.")
 
 DataDir = Annotated[
     Path | None,

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from modelmix.accounting import comparison
-from modelmix.accounting.accountant import Guarantee, delta, guarantee, rdp
+from modelmix.accounting.accountant import rdp
+from modelmix.accounting.guarantee import Guarantee, delta, guarantee
+from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
-from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
+from modelmix.cli.options import ADJACENCY_HELP, Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
 
 
@@ -20,6 +21,7 @@ def epsilon(
     orders: Annotated[str, typer.Option(help="Also print the Renyi divergence of one step, e.g. 2,3,4.")] = "",
     for_epsilon: Annotated[float | None, typer.Option(help="Also print the delta at this epsilon.")] = None,
     save_ledger: Annotated[Path | None, typer.Option(help="Write the phases to this ledger file.")] = None,
+    adjacency: Annotated[str | None, typer.Option(help=ADJACENCY_HELP)] = None,
     json: Json = False,
 ) -> None:
     """Epsilon of a mechanism or a ledger, with plain DP-SGD and an equal-variance Gaussian under it.
@@ -29,39 +31,29 @@ def epsilon(
     modelmix epsilon --z 0.335 --clip 20 --n 50000 --batch 1500 --tau 0.15 --p 100 --steps 3400
     """
     ledger = options.phases()
-    improved = guarantee(ledger, options.delta)
-    classic = guarantee(ledger, options.delta, conversion="classic")
+    best = guarantee(ledger, options.delta, adjacency=adjacency)  # type: ignore[arg-type]
+    moments = {by: guarantee(ledger, options.delta, by=by, adjacency=adjacency) for by in ("renyi", "classic")}  # type: ignore[arg-type]
     wanted = _orders(orders)
     divergence = [rdp(phase.mechanism, wanted).tolist() for phase in ledger.phases] if wanted else []
     other_delta = None if for_epsilon is None else delta(ledger, for_epsilon)
-    plain = comparison.best_epsilon(comparison.unmixed(ledger), options.delta)
-    twin_ledger = comparison.equal_variance(ledger)
-    twin = comparison.best_epsilon(twin_ledger, options.delta)
-    twin_renyi = guarantee(twin_ledger, options.delta).epsilon
+    twin_ledger = equal_variance(ledger)
+    plain, twin = (guarantee(book, options.delta, adjacency=adjacency) for book in (unmixed(ledger), twin_ledger))  # type: ignore[arg-type]
     twin_z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
-    best = comparison.best_epsilon(ledger, options.delta)
     if save_ledger is not None:
         ledger.save(save_ledger)
     if json:
         out: dict[str, Any] = {
-            "epsilon": improved.epsilon,
-            "epsilon_classic": classic.epsilon,
-            "delta": options.delta,
-            "order": improved.order,
-            "order_classic": classic.order,
+            **best.as_dict(),
+            "epsilon_renyi": moments["renyi"].epsilon,
+            "order_renyi": moments["renyi"].order,
+            "epsilon_classic": moments["classic"].epsilon,
+            "order_classic": moments["classic"].order,
             "proved": True,
-            "reason": improved.reason,
-            "assumptions": show.assumptions(ledger),
-            "best_proved_epsilon": best.epsilon,
-            "best_proved_accountant": best.accountant,
             "plain_dpsgd_epsilon": plain.epsilon,
             "plain_dpsgd_accountant": plain.accountant,
             "equal_variance_epsilon": twin.epsilon,
             "equal_variance_accountant": twin.accountant,
-            "equal_variance_epsilon_rdp": twin_renyi,
             "equal_variance_noise_multiplier": twin_z[0] if len(twin_z) == 1 else twin_z,
-            "adjacency": "add or remove one sample",
-            "steps": ledger.steps,
             "phases": [phase.as_dict() for phase in ledger.phases],
         }
         if for_epsilon is not None:
@@ -75,8 +67,9 @@ def epsilon(
     law = "plain DP-SGD" if all(phase.mechanism.law == "gaussian" for phase in ledger.phases) else "same noise"
     z = f"z = {twin_z[0]:.4g}" if len(twin_z) == 1 else "phase by phase"
     rows = [
-        ["[bold]this mechanism[/]", f"[bold]{show.up(improved.epsilon)}[/]", _how(improved)],
-        ["  classic conversion", show.up(classic.epsilon), _how(classic)],
+        ["[bold]this mechanism[/]", f"[bold]{show.up(best.epsilon)}[/]", _how(best)],
+        ["  Renyi, improved", show.up(moments["renyi"].epsilon), _how(moments["renyi"])],
+        ["  Renyi, classic conversion", show.up(moments["classic"].epsilon), _how(moments["classic"])],
         [f"{law}, no mixing", show.up(plain.epsilon), plain.accountant],
         [f"Gaussian of equal variance, {z}", show.up(twin.epsilon), twin.accountant],
     ]
@@ -86,16 +79,16 @@ def epsilon(
         for a, value in zip(wanted, row, strict=True)
     ]
     if other_delta is not None:
-        rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "Renyi, improved"])
-    notes = [show.phase_line(phase) for phase in ledger.phases] + ([improved.reason] if improved.reason else [])
-    if best.epsilon < improved.epsilon:
-        notes.append(f"{show.up(best.epsilon)} is proved for this mechanism too, {best.accountant} without mixing.")
-    notes.append(show.GUARANTEE)
+        rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "best proved"])
+    notes = [show.phase_line(phase) for phase in ledger.phases] + ([best.reason] if best.reason else [])
+    notes += [best.scope, *best.notes, *(f"Assumed: {line}." for line in best.assumed)]
     show.table(f"epsilon at delta = {options.delta:g}", ["", "epsilon", " by"], rows, notes)
 
 
 def _how(result: Guarantee) -> str:
-    return "total variation" if result.epsilon == 0 else f"Renyi order {result.order:g}, {result.conversion}"
+    if result.epsilon == 0:
+        return "total variation"
+    return f"{result.accountant}, order {result.order:g}" if result.order else result.accountant
 
 
 def _orders(text: str) -> list[float]:

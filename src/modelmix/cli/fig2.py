@@ -39,7 +39,9 @@ def reproduce_fig2(
     tail = "" if name == DEFAULT else f"-{Path(name).stem}"
     picture, numbers = out / f"fig2{tail}.png", out / f"fig2{tail}.json"
     style.prepare(picture)
-    found = fig2.curves(load(name, data_dir), setup, range(1, count + 1), numbers, device=device, told=_tell)
+    found = fig2.curves(
+        load(name, data_dir, test_public=True), setup, range(1, count + 1), numbers, device=device, told=_tell
+    )
     title = f"{name}, {setup.model}, q = {setup.sample_rate:g}, {count} seed{'s' if count > 1 else ''}"
     written = [str(path) for path in (*figure2.draw(found, title, picture), numbers)]
     if json:

@@ -10,13 +10,17 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from modelmix.accounting.adjacency import ADD_OR_REMOVE, ADJACENCIES, ZERO_OUT
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
+from modelmix.accounting.plan import check_delta
 from modelmix.accounting.validation import rate, whole
 from modelmix.errors import ModelMixError
 
 _RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"
 RUN = "The run"
+
+ADJACENCY_HELP = f"For which neighbours: {', '.join(ADJACENCIES)}; default: what the run can claim."
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
@@ -61,14 +65,19 @@ class MechanismOptions:
     law: Annotated[str | None, _option("--law", "Noise law: gaussian (l2 clip) or laplace (l1 clip).", _RATIOS)] = None
     d: Annotated[float | None, _option("--d", "Trained coordinates; matters only below p.", _RATIOS)] = None
     c: Annotated[float | None, _option("--clip,--c", "Clip c of a sample's gradient.", _PAPER)] = None
-    n: Annotated[float | None, _option("--n", "Number of samples n.", _PAPER)] = None
+    n: Annotated[float | None, _option("--n", "Number of samples n, public in the guarantee.", _PAPER)] = None
+    population: Annotated[
+        float | None,
+        _option("--population", "Instead of --n: a public constant that does not move with the data.", _PAPER),
+    ] = None
     batch: Annotated[float | None, _option("--batch,--B", "Expected batch B = q*n, instead of --q.", _PAPER)] = None
     tau: Annotated[float | None, _option("--tau", "Mixing threshold tau.", _PAPER)] = None
     eta: Annotated[float | None, _option("--eta", "Step size eta; left out, tau is read in units of eta.", _PAPER)] = (
         None
     )
     ledger: Annotated[
-        Path | None, _option("--ledger", "A ledger file: its phases, then the one given by options.", _OTHER)
+        list[Path] | None,
+        _option("--ledger", "A ledger file; its phases come before those given by options. May be repeated.", _OTHER),
     ] = None
     delta: Annotated[float, typer.Option("--delta", help="Failure probability.", rich_help_panel=_OTHER)] = 1e-5
 
@@ -76,33 +85,40 @@ class MechanismOptions:
     def describes_a_phase(self) -> bool:
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in ("ledger", "delta"))
 
+    @property
+    def samples(self) -> int | None:
+        """What batches and widths are shares of: the number of samples, or the population; None if not known."""
+        if self.n is not None and self.population is not None:
+            raise ModelMixError("--n and --population are two claims: give the one that is public.")
+        if self.population is not None:
+            return whole("population", self.population, "the population", least=1)
+        return None if self.n is None else whole("n", self.n, "the number of samples", least=1)
+
     def in_ratios(self) -> MechanismOptions:
         """The same options with q and omega worked out from the paper's units."""
-        q, omega = self.q, self.omega
+        q, omega, many = self.q, self.omega, self.samples
         if self.batch is not None:
             if q is not None:
                 raise ModelMixError("--q and --batch say the same thing: give one of them.")
-            if self.n is None:
-                raise ModelMixError("--batch needs --n, the number of samples: q = B/n.")
-            q = rate("q = B/n", self.batch / whole("n", self.n, "the number of samples", least=1), "the sampling rate")
+            if many is None:
+                raise ModelMixError("--batch needs --n, the number of samples, or --population: q = B/n.")
+            q = rate("q = B/n", self.batch / many, "the sampling rate")
         if self.tau is not None:
             if omega is not None:
                 raise ModelMixError("--omega and --tau say the same thing: give one of them.")
-            missing = [name for name, value in (("--clip", self.c), ("--n", self.n)) if value is None]
+            missing = [name for name, value in (("--clip", self.c), ("--n", many)) if value is None]
             if q is None:
                 missing.append("--q or --batch")
             if missing:
                 raise ModelMixError(f"--tau needs {', '.join(missing)} as well: omega = (tau/eta)*q*n/c.")
-            expected_batch = q * whole("n", self.n, "the number of samples", least=1)  # type: ignore[operator]
+            expected_batch = q * many  # type: ignore[operator]
             eta = 1.0 if self.eta is None else self.eta
             omega = mixing_width(self.c, self.tau, eta, expected_batch)  # type: ignore[arg-type]
         elif self.c is not None or self.eta is not None:
             raise ModelMixError(
                 "--clip and --eta only serve to work out omega from --tau: give --tau, or leave them out."
             )
-        elif self.n is not None and self.batch is None:
-            raise ModelMixError("--n only serves with --batch or --tau: give one of them, or leave it out.")
-        return replace(self, q=q, omega=omega, batch=None, tau=None, c=None, n=None, eta=None)
+        return replace(self, q=q, omega=omega, batch=None, tau=None, c=None, eta=None)
 
     def require(self, *names: str) -> None:
         """Refuses to go on without these ratios."""
@@ -124,14 +140,23 @@ class MechanismOptions:
         )
 
     def phases(self) -> Ledger:
-        """The phases of --ledger, then the one the other options describe."""
-        out = Ledger() if self.ledger is None else Ledger.load(self.ledger)
+        """The phases of every --ledger, then the one the other options describe."""
+        out = Ledger()
+        for path in self.ledger or ():
+            out = out.then(Ledger.load(path))
         if self.describes_a_phase:
             self.in_ratios().require("z", "q", "steps")
-            out = out.add(self.mechanism(), self.steps)  # type: ignore[arg-type]
+            out = out.then(self.claim(out.population).add(self.mechanism(), self.steps))  # type: ignore[arg-type]
         if not out.phases:
             raise ModelMixError("nothing to account for: give --z, --q and --steps (see --help), or --ledger FILE.")
+        check_delta(self.delta, out.population)
         return out
+
+    def claim(self, known: int | None = None) -> Ledger:
+        """An empty ledger with what the options can claim; ``known`` is the number of samples if they name none."""
+        if self.population is not None:
+            return Ledger(adjacency=ADD_OR_REMOVE, population=self.samples)
+        return Ledger(adjacency=ZERO_OUT, population=self.samples or known)
 
     def one_phase(self) -> Phase:
         """The only phase, for commands that vary one of its numbers."""

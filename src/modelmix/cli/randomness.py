@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modelmix.accounting.accountant import epsilon as renyi_epsilon
+from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
 from modelmix.cli.options import Json
@@ -60,35 +60,37 @@ def randomness(
         _figure(out, json)
         return
     plain = Mechanism(z, q)
-    alone = renyi_epsilon(plain, delta, steps=steps)
+    alone = proved_epsilon(plain, delta, steps=steps)
     if kind in localised.MULTIPLICATIVE:
         _negative(kind, keep, steps, alone, json)
         return
     note = ""
     if kind == "langevin":
-        found = renyi_epsilon(beyond.langevin(plain, size), delta, steps=steps)
+        found = proved_epsilon(beyond.langevin(plain, size), delta, steps=steps)
         note = "Gaussian as well: variances add, every direction is the same."
     elif kind == "sphere":
-        found = min(alone, sphere.Sphere(z, size, q, d).epsilon(delta, steps))
+        found = sphere.Sphere(z, size, q, d).epsilon(delta, steps)
         note = f"rotation invariant: only the length of a gradient counts. Variance of a coordinate: {size**2 / d:.3g}."
     elif kind in ("uniform", "dither"):
-        found = renyi_epsilon(rounding.dithered(plain, size), delta, steps=steps)
+        found = proved_epsilon(rounding.dithered(plain, size), delta, steps=steps)
         note = "an independent uniform in every coordinate: mixing with this width."
     elif kind == "two-point":
         law = beyond.Discrete(z, (-size, size), (0.5, 0.5))
-        found = renyi_epsilon(beyond.coordinatewise(law, q), delta, steps=steps)
+        found = proved_epsilon(beyond.coordinatewise(law, q), delta, steps=steps)
         note = (
             "convex in the squared size of a coordinate, on a grid finer than the noise: one coordinate is the worst."
         )
     elif kind == "rounding-after":
-        found = renyi_epsilon(rounding.rounded_after_noise(plain), delta, steps=steps)
+        found = proved_epsilon(rounding.rounded_after_noise(plain), delta, steps=steps)
         note = "post-processing: free, and worth nothing."
     elif kind == "rounding-before":
         grid = size if number_format is None else rounding.spacing(number_format, largest)
-        found = renyi_epsilon(rounding.rounded_before_noise(plain, grid, d), delta, steps=steps)
+        found = proved_epsilon(rounding.rounded_before_noise(plain, grid, d), delta, steps=steps)
         note = f"spacing {grid:.4g}: one sample moves the rounded sum by up to 1 + spacing * sqrt(d). A cost."
     else:
         raise ModelMixError(f"{kind!r} is unknown: choose one of {', '.join(KINDS)}.")
+    if kind != "rounding-before":
+        found = min(alone, found)  # what is added to the noise, or done after it, is post-processing
     if json:
         print(show.as_json({"kind": kind, "epsilon": found, "noise_alone": alone, "delta": delta, "why": note}))
         return
@@ -108,6 +110,7 @@ def _figure(out: Path, json: bool) -> None:
     style.prepare(out)
     lines, alone = experiment.lines(), experiment.without()
     title = f"z = {experiment.Z:g}, q = {experiment.RATE:g}, T = {experiment.STEPS}, delta = {experiment.DELTA:g}"
+    title += ", by Renyi moments"
     written = [str(path) for path in picture.draw(lines, alone, title, out)]
     if json:
         data: dict[str, Any] = {line.name: line.epsilon.tolist() for line in lines}

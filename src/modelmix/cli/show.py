@@ -14,13 +14,9 @@ from rich.table import Table
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.report.words import assumptions, up
+from modelmix.report.words import up
 
-__all__ = ["GUARANTEE", "as_json", "assumptions", "describe", "phase_line", "rounded", "table", "up"]
-
-GUARANTEE = (
-    "Holds when one sample is added or removed, for Poisson sampling, against one who sees every released state."
-)
+__all__ = ["as_json", "describe", "phase_line", "rounded", "table", "up"]
 
 
 def rounded(value: float, direction: str, digits: int = 7) -> float:

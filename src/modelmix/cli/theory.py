@@ -9,15 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from modelmix.accounting.accountant import epsilon as renyi_epsilon
 from modelmix.accounting.calibration import calibrate
+from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
+from modelmix.cli.once import Program
 from modelmix.cli.options import Json
 from modelmix.cli.randomness import randomness
 from modelmix.theory import nonconvex, utility
 
-theory = typer.Typer(help="The paper's theorems as answers: utility, clipping, amplification, other randomness.")
+theory = Program(help="The paper's theorems as answers: utility, clipping, amplification, other randomness.")
 
 theory.command()(randomness)
 
@@ -60,7 +61,7 @@ def convex(
         h = utility.best_convex_step(setting, **constants)
         setting = replace(setting, step_size=h, tau=setting.tau * h)
     proved, printed = utility.convex(setting, **constants), utility.convex_printed(setting, **constants)
-    epsilon = renyi_epsilon(mechanism, delta, steps=steps)
+    epsilon = proved_epsilon(mechanism, delta, steps=steps)
     _tell(
         "Theorem 3.1: bound on E[F(w_bar) - F(w*)]",
         {"as printed": printed, "that holds": proved},

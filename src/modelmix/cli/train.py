@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from modelmix.accounting.accountant import epsilon as ledger_epsilon
-from modelmix.accounting.comparison import best_epsilon, equal_variance, unmixed
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.guarantee import SEEDED
+from modelmix.accounting.guarantee import epsilon as proved_epsilon
+from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
 from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
 from modelmix.cli.start import needs_torch, plain_warnings
@@ -40,16 +41,27 @@ def train(
     epsilon: Annotated[float | None, _option("--epsilon", "Target epsilon; the noise is calibrated.", _PRIVACY)] = None,
     z: Annotated[float | None, _option("--z", "Noise multiplier, instead of --epsilon.", _PRIVACY)] = None,
     delta: Annotated[float | None, _option("--delta", "Failure probability.", _PRIVACY)] = None,
-    batch: Annotated[float | None, _option("--batch", "Expected batch q*n.", _PRIVACY)] = None,
+    batch: Annotated[
+        float | None, _option("--batch", "Expected batch, q times samples or population.", _PRIVACY)
+    ] = None,
+    population: Annotated[
+        int | None,
+        _option("--population", "A public constant in place of the number of samples, which stays private.", _PRIVACY),
+    ] = None,
     omega: Annotated[float | None, _option("--omega", "Mixing width (tau/eta)*B/c.", _PRIVACY)] = None,
     p: Annotated[int | None, _option("--p", "Truncation: coordinates at most c/sqrt(p).", _PRIVACY)] = None,
     clip: Annotated[float | None, _option("--clip", "Clip c of a sample's gradient.", _PRIVACY)] = None,
     steps: Annotated[int | None, _option("--steps", "Number of steps T.", _PRIVACY)] = None,
     spent: Annotated[
-        Path | None, _option("--spent", "Ledger of what these samples have paid before; it is counted.", _PRIVACY)
+        list[Path] | None,
+        _option(
+            "--spent", "Ledger of earlier releases on the same samples; included in epsilon. May be repeated.", _PRIVACY
+        ),
     ] = None,
     lr: Annotated[float | None, _option("--lr", "Learning rate eta, constant.", _LEARNING)] = None,
-    momentum: Annotated[float | None, _option("--momentum", "From released states.", _LEARNING)] = None,
+    momentum: Annotated[
+        float | None, _option("--momentum", "Momentum factor, computed from released states.", _LEARNING)
+    ] = None,
     model: Annotated[
         str | None,
         _option("--model", "cnn, linear, mlp, resnet20, wrn-16-4, scatter-cnn, package.module:function.", _LEARNING),
@@ -60,6 +72,12 @@ def train(
     image_size: Annotated[
         int | None,
         _option("--image-size", "Side in pixels of the images of a --data folder train/<class>/.", _LEARNING),
+    ] = None,
+    classes: Annotated[
+        int | None, _option("--classes", "How many classes the data has, where it does not say.", _LEARNING)
+    ] = None,
+    test_public: Annotated[
+        bool | None, _option("--test-public", "The test set is public: its metrics may be published.", _LEARNING)
     ] = None,
     data_dir: DataDir = None,
     features: Annotated[
@@ -143,7 +161,10 @@ def train(
         "p": p,
         "clip": clip,
         "steps": steps,
-        "spent": None if spent is None else str(spent),
+        "spent": [str(path) for path in spent] if spent else None,
+        "population": population,
+        "classes": classes,
+        "test_public": test_public,
         "lr": lr,
         "momentum": momentum,
         "model": model,
@@ -161,6 +182,10 @@ def train(
         "prior": prior,
         "seed": seed,
     }
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ModelMixError(
+            "WORLD_SIZE is above 1: modelmix trains in one process, and several would draw the same noise. Unset it."
+        )
     if epsilon is not None and z is not None:
         raise ModelMixError("--epsilon and --z say the same thing: give one of them.")
     if resume and out is None:
@@ -185,7 +210,7 @@ def train(
         _announce(chosen, trainer, folder)
     try:
         every = chosen.evaluate_every or max(1, chosen.steps // 20)
-        trainer.run(max(0, chosen.steps - trainer.step), evaluate_every=every)
+        trainer.run(evaluate_every=every)
     except KeyboardInterrupt:
         again = f"modelmix train --out {quote(str(folder))} --resume"
         if data_dir is not None:
@@ -197,30 +222,24 @@ def train(
 
 def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, knobs: Knobs) -> Trainer:
     with needs_torch():
-        from modelmix.data import load
         from modelmix.training import Performance
         from modelmix.training.folder import RunFolder
     performance = Performance(**knobs._asdict())
     if not resume:
         RunFolder(folder).require_vacant()  # before features take their time
     with plain_warnings():
-        data = load(recipe.data, data_dir, recipe.image_size)
-        return recipe.trainer(data, folder=folder, resume=resume, performance=performance, data_dir=data_dir)
+        return recipe.trainer(
+            recipe.load_data(data_dir), folder=folder, resume=resume, performance=performance, data_dir=data_dir
+        )
 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:
-    first = trainer.mechanism_at(1)
-    privacy = (
-        "epsilon: not proved"
-        if trainer.ledger.unproved
-        else f"epsilon {recipe.epsilon:g} at delta {recipe.delta:g}"
-        if recipe.epsilon is not None
-        else f"delta {recipe.delta:g}"
-    )
+    first = trainer.plan.mechanism_at(1)
+    privacy = "epsilon: not proved" if trainer.ledger.unproved else f"planned {trainer.guarantee}"
     width = f", omega = {first.mixing_width:.4g}" if first.mixed else ""
     print(
-        f"{recipe.mechanism} on {recipe.data}, {recipe.model}, {recipe.steps} steps; {privacy}; "
-        f"z = {first.noise_multiplier:.4g}{width}, p = {first.p}, q = {first.sample_rate:.4g}. "
+        f"{recipe.mechanism} on {recipe.data}, {recipe.model}, {recipe.steps} steps; "
+        f"z = {first.noise_multiplier:.4g}{width}, p = {first.p}, q = {first.sample_rate:.4g}; {privacy} "
         f"Run folder: {folder}" + (f" (resumed at step {trainer.step})" if trainer.step else ""),
         file=sys.stderr,
     )
@@ -229,21 +248,21 @@ def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:
 def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None:
     last = trainer.metrics[-1] if trainer.metrics else {}
     ledger = trainer.ledger
-    best = None if ledger.unproved else best_epsilon(ledger, recipe.delta)
+    best = None if ledger.unproved else trainer.guarantee
     if as_json:
         out = {
             "run": str(folder),
             "test_accuracy": last.get("test_accuracy"),
             "ema_accuracy": last.get("ema_accuracy"),
-            "epsilon": None if best is None else trainer.epsilon(),
-            "best_proved_epsilon": None if best is None else best.epsilon,
-            "best_proved_accountant": None if best is None else best.accountant,
+            "epsilon": None if best is None else best.epsilon,
+            "accountant": None if best is None else best.accountant,
+            "adjacency": trainer.plan.adjacency,
+            "scope": None if best is None else best.scope,
             "delta": recipe.delta,
             "proved": best is not None,
             "unproved": list(ledger.unproved),
             "seeded": recipe.seed is not None,
             "steps": trainer.step,
-            "seconds": last.get("seconds"),
             "report": str(folder / "report.html"),
         }
         print(show.as_json(out))
@@ -254,23 +273,20 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
         ["[bold]epsilon[/]", f"[bold]{'not proved' if best is None else show.up(best.epsilon)}[/]"],
     ]
     if best is not None and any(phase.mechanism.mixed for phase in ledger.phases):
+        planned = trainer.plan.ledger
         rows += [
-            ["  same noise, no mixing", show.up(best_epsilon(unmixed(ledger), recipe.delta).epsilon)],
-            ["  Gaussian of equal variance", show.up(_twin(ledger, recipe.delta))],
+            ["  same noise, no mixing", show.up(proved_epsilon(unmixed(planned), recipe.delta))],
+            ["  Gaussian of equal variance", show.up(proved_epsilon(equal_variance(planned), recipe.delta))],
         ]
-    rows += [["steps", f"{trainer.step:,}"], ["seconds", f"{last.get('seconds', 0):.0f}"]]
+    rows += [["steps", f"{trainer.step:,}"], ["about so many seconds", f"{last.get('seconds', 0):.0f}"]]
     notes = [f"not proved: {reason}" for reason in ledger.unproved]
-    if recipe.seed is not None:
-        notes.append("Seeded: for tests only. Whoever knows the seed can take the noise away.")
+    if best is not None:
+        notes += [best.scope, *best.notes]
+    elif recipe.seed is not None:
+        notes.append(f"{SEEDED[0].upper()}{SEEDED[1:]}.")
     notes.append(f"Report: {folder / 'report.html'}")
     notes.append(f"Check it: modelmix verify {quote(str(folder))} --delta {recipe.delta!r}")
     show.table(f"{escape(recipe.name)}, delta = {recipe.delta:g}", ["", ""], rows, [escape(note) for note in notes])
-
-
-def _twin(ledger: Ledger, delta: float) -> float:
-    """Epsilon of the equal-variance Gaussian; by moments alone where distributions would take their time."""
-    twin = equal_variance(ledger)
-    return best_epsilon(twin, delta).epsilon if len(twin.phases) <= 10 else ledger_epsilon(twin, delta)
 
 
 def _percent(value: float | None) -> str:

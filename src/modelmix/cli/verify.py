@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from modelmix.accounting.accountant import guarantee
-from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.plan import check_delta
 from modelmix.accounting.validation import at_least_zero
 from modelmix.cli import show
 from modelmix.cli.options import Json
@@ -26,22 +26,21 @@ def verify(
     if book.unproved and json:
         print(show.as_json({"epsilon": None, "delta": delta, "proved": False, "unproved": list(book.unproved)}))
         raise typer.Exit(1)
-    result = guarantee(book, delta)
-    best = best_epsilon(book, delta)
+    check_delta(delta, book.population)
+    planned = _planned(ledger, book)
+    best = guarantee(planned, delta)
+    so_far = guarantee(book, delta).epsilon if planned.steps > book.steps else None
     holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= best.epsilon
     if json:
         print(
             show.as_json(
                 {
-                    "epsilon": result.epsilon,
-                    "delta": delta,
-                    "order": result.order,
-                    "best_proved_epsilon": best.epsilon,
-                    "best_proved_accountant": best.accountant,
+                    **best.as_dict(),
                     "proved": True,
+                    "epsilon_if_stopping_was_fixed_beforehand": so_far,
+                    "steps_taken": book.steps,
                     "claim": claim,
                     "claim_holds": holds,
-                    "steps": book.steps,
                     "phases": [phase.as_dict() for phase in book.phases],
                 }
             )
@@ -55,7 +54,24 @@ def verify(
             f"epsilon = {show.up(best.epsilon)} ({best.accountant}) at delta = {delta:g}.{verdict}",
             ["phase", "steps", " mechanism"],
             rows,
-            [show.GUARANTEE],
+            [best.scope, *best.notes, *([] if so_far is None else [_stopped(planned, book, so_far)])],
         )
     if holds is False:
         raise typer.Exit(1)
+
+
+def _planned(path: Path, book: Ledger) -> Ledger:
+    """What the run of this folder planned to release, which is its guarantee however early it stopped."""
+    config = path / "config.json"
+    if not path.is_dir() or not config.exists():
+        return book
+    from modelmix.report.page_data import planned_ledger, read_config
+
+    return planned_ledger(read_config(config), book)
+
+
+def _stopped(planned: Ledger, book: Ledger, so_far: float) -> str:
+    return (
+        f"Of {planned.steps:,} planned steps {book.steps:,} were taken: epsilon is that of the plan, or "
+        f"{show.up(so_far)} if it was fixed beforehand to stop there."
+    )

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from modelmix.accounting.validation import whole
 from modelmix.data import catalogue, cifar, fashion, images, svhn
-from modelmix.errors import ModelMixError
+from modelmix.errors import ModelMixError, for_holder
 
 DEFAULT = "fashion-mini"
 """The name of the embedded subset of Fashion-MNIST."""
@@ -56,7 +57,14 @@ class DataSet:
         return tuple(self.train.x.shape[1:])
 
 
-def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image_size: int | None = None) -> DataSet:
+def load(
+    source: str | Path = DEFAULT,
+    data_dir: str | Path | None = None,
+    image_size: int | None = None,
+    *,
+    classes: int | None = None,
+    test_public: bool = False,
+) -> DataSet:
     """Loads a data set and checks it.
 
     The test split of every set is there to report how good a model is, never to choose a model or a setting.
@@ -80,7 +88,12 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
         data_dir: where public sets are looked for by name; by default the folder that the environment variable
             MODELMIX_DATA names, else ~/.cache/modelmix. `modelmix data fetch` puts them there.
         image_size: the side in pixels to which the images of a folder are scaled; nothing else takes it.
+        classes: how many classes an .npz or idx file has. Private labels are never counted: a class that only one
+            sample has would show in the shape of the model.
+        test_public: whether the test split is public; its largest label then tells the classes where nothing else does.
     """
+    if classes is not None:
+        classes = whole("classes", classes, "the number of classes", least=2)
     if image_size is not None and (source in (DEFAULT, *catalogue.CATALOGUE) or Path(source).is_file()):
         raise ModelMixError("image_size is for a folder of images, train/<class>/*.png: leave it out.")
     if source == DEFAULT:
@@ -88,6 +101,7 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
     if isinstance(source, str) and source in catalogue.CATALOGUE:
         return _named(source, data_dir)
     path = Path(source)
+    counted: dict[str, Any] = {"count": classes, "test_public": test_public}
     found = catalogue.held(path)
     kinds = [*found, *(["images in train/<class>/"] if images.there(path) else [])]
     if len(kinds) > 1:
@@ -96,12 +110,12 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
             "with this folder as data directory, or a folder that holds one alone."
         )
     if found:
-        return _public(*next(iter(found.items())))
+        return _public(*next(iter(found.items())), **counted)
     if path.suffix == ".npz" and path.is_file():
-        return _assembled(path.stem, _npz(path), owned=True)
+        return _assembled(path.stem, _npz(path), owned=True, **counted)
     if images.there(path):
-        arrays, classes = images.read(path, image_size)
-        return _assembled(path.resolve().name, arrays, classes, owned=True)
+        arrays, names = images.read(path, image_size)
+        return _assembled(path.resolve().name, arrays, names, owned=True)
     if path.is_dir():
         raise ModelMixError(
             f"{path} has no file {fashion.CANONICAL['x_train']}, {next(iter(cifar.BINARY.md5))} or "
@@ -117,15 +131,20 @@ def load(source: str | Path = DEFAULT, data_dir: str | Path | None = None, image
     )
 
 
-def from_arrays(name: str, arrays: Mapping[str, Array], classes: tuple[str, ...] | None = None) -> DataSet:
+def from_arrays(
+    name: str, arrays: Mapping[str, Array], classes: tuple[str, ...] | int | None = None, *, test_public: bool = False
+) -> DataSet:
     """A data set from numpy arrays x_train, y_train, x_test, y_test, shaped as in an .npz file.
 
     Args:
         name: what the data set and its errors are called.
         arrays: the four arrays. They are copied.
-        classes: names of the labels; "0" .. "k - 1", k the number of labels in y_train, when not given.
+        classes: names of the labels, or how many there are. They may be left out if the test split is public.
+        test_public: see ``load``.
     """
-    return _assembled(name, arrays, classes, owned=False)
+    if isinstance(classes, tuple):
+        return _assembled(name, arrays, classes, owned=False)
+    return _assembled(name, arrays, owned=False, count=classes, test_public=test_public)
 
 
 def _named(name: str, data_dir: str | Path | None) -> DataSet:
@@ -137,7 +156,7 @@ def _named(name: str, data_dir: str | Path | None) -> DataSet:
             f"{quote(str(root))}, or give the directory that holds it (--data-dir, or the environment variable "
             f"{catalogue.VARIABLE})."
         )
-    found = _public(name, place)
+    found = _public(name, place, count=len(fashion.CLASSES))  # of each of the sets that have a name
     if name == "fashion-mnist" and found.classes != fashion.CLASSES:
         raise ModelMixError(
             f"{place} does not hold {name}: its files have the right names and other values, as those of a relative "
@@ -146,7 +165,7 @@ def _named(name: str, data_dir: str | Path | None) -> DataSet:
     return found
 
 
-def _public(name: str, path: Path) -> DataSet:
+def _public(name: str, path: Path, **counted: Any) -> DataSet:
     """The set of which ``path`` holds files; idx files of a relative of Fashion-MNIST are called by their folder."""
     if name == "cifar10":
         return _assembled(name, cifar.read(path), cifar.CLASSES, owned=True)
@@ -156,11 +175,17 @@ def _public(name: str, path: Path) -> DataSet:
     found = fashion.folder(path)
     if fashion.is_official(found):
         return _assembled(name, found, fashion.CLASSES, owned=True)
-    return _assembled(path.resolve().name, found, owned=True)
+    return _assembled(path.resolve().name, found, owned=True, **counted)
 
 
 def _assembled(
-    name: str, arrays: Mapping[str, Array], classes: tuple[str, ...] | None = None, *, owned: bool
+    name: str,
+    arrays: Mapping[str, Array],
+    classes: tuple[str, ...] | None = None,
+    *,
+    owned: bool,
+    count: int | None = None,
+    test_public: bool = False,
 ) -> DataSet:
     """Checks the arrays and makes tensors of them, which share the memory of ``owned`` ones where the layout fits."""
     if missing := [key for key in _KEYS if key not in arrays]:
@@ -174,12 +199,12 @@ def _assembled(
     y_train = _labels(f"{name}: y_train", np.asarray(arrays["y_train"]), len(x_train))
     y_test = _labels(f"{name}: y_test", np.asarray(arrays["y_test"]), len(x_test))
     if classes is None:
-        classes = _numbered(name, y_train)
+        classes = _numbered(name, count, y_test if test_public else None)
     for key, y in (("y_train", y_train), ("y_test", y_test)):
         if y.max() >= len(classes):
-            raise ModelMixError(
-                f"{name}: {key} holds label {y.max()}: with {len(classes)} classes in training, allowed are 0 to "
-                f"{len(classes) - 1}. Renumber the labels or remove these samples."
+            raise for_holder(
+                f"{name}: {key} holds label {y.max()}: with {len(classes)} classes, allowed are 0 to "
+                f"{len(classes) - 1}. Renumber the labels, or give the right number of classes."
             )
     return DataSet(name, _split(x_train, y_train), _split(x_test, y_test), classes)
 
@@ -233,7 +258,7 @@ def as_samples(name: str, x: Array, owned: bool) -> Array:
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused below
             features = x.astype(np.float32, order="C", copy=not owned)
         if not np.isfinite(features).all():
-            raise ModelMixError(f"{name} holds values that are not finite in float32. Remove or replace them.")
+            raise for_holder(f"{name} holds values that are not finite in float32. Remove or replace them.")
         return features
     raise ModelMixError(
         f"{name} is {x.dtype} with shape {x.shape}: allowed are uint8 images (N x H x W, N x H x W x C or "
@@ -248,24 +273,22 @@ def _labels(name: str, y: Array, count: int) -> Array:
             "Convert them, for instance with y.reshape(-1).astype('int64')."
         )
     if len(y) != count:
-        raise ModelMixError(f"{name} has {len(y)} labels for {count} samples: each needs one. Check the pairing.")
+        raise for_holder(f"{name} has {len(y)} labels for {count} samples: each needs one. Check the pairing.")
     if y.min() < 0:
-        raise ModelMixError(f"{name} holds label {y.min()}: labels must be 0 or more. Renumber them from 0.")
+        raise for_holder(f"{name} holds label {y.min()}: labels must be 0 or more. Renumber them from 0.")
     return y
 
 
-def _numbered(name: str, y_train: Array) -> tuple[str, ...]:
-    """The classes "0" .. "k - 1". A gap is refused: it is a mistake more often than a class nobody has seen."""
-    found = np.unique(y_train)
-    if found[-1] != len(found) - 1:
-        gap = next(label for label, value in enumerate(found) if label != value)
+def _numbered(name: str, count: int | None, public: Array | None) -> tuple[str, ...]:
+    """The classes "0" .. "k - 1": as many as were declared, or as public labels show."""
+    if count is None and public is not None:
+        count = int(public.max()) + 1
+    if count is None:
         raise ModelMixError(
-            f"{name}: y_train never holds label {gap}, though it holds {found[-1]}: labels must be 0 to k - 1 without "
-            "a gap. Renumber them."
+            f"{name} does not say how many classes there are, and private labels are not counted: give --classes N "
+            "(classes in a recipe), or declare the test set public with --test-public."
         )
-    if len(found) < 2:
-        raise ModelMixError(f"{name}: y_train holds only label 0: 2 classes or more are needed. Check the labels.")
-    return tuple(str(label) for label in range(len(found)))
+    return tuple(str(label) for label in range(whole("classes", count, "the number of classes", least=2)))
 
 
 def _split(x: Array, y: Array) -> Split:

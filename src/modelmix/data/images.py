@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelmix.accounting.validation import whole
-from modelmix.errors import ModelMixError
+from modelmix.errors import ModelMixError, for_holder
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 SMALLEST = 8
@@ -68,7 +68,7 @@ def read(path: Path, size: int | None = None) -> tuple[dict[str, NDArray[np.gene
 def held_out(folder: str, name: str) -> bool:
     """Whether an image is of the test set where no folder is: one in ten, by a hash of class and file name alone.
 
-    An image that is added or removed moves no other from one set to the other, which epsilon takes for granted.
+    What one image does moves no other from one set to the other, which epsilon takes for granted.
     """
     digest = hashlib.sha256(f"{folder}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 10 == 0
@@ -153,7 +153,7 @@ def _refuse(folder: Path, bad: list[tuple[Path, str]], among: int) -> None:
         return
     named = ", ".join(f"{file.relative_to(folder)} ({why})" for file, why in bad[:_NAMED])
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    raise ModelMixError(
+    raise for_holder(
         f"{len(bad)} of {among} files in {folder} cannot be used as images: {named}{more}. Repair them, or move "
         "them away."
     )

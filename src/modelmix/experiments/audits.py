@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from modelmix.accounting.comparison import best_epsilon
 from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.files import write_atomically
@@ -50,7 +50,7 @@ def mechanism_row(case: tuple[str, Mechanism, int, int]) -> dict[str, Any]:
 
     name, mechanism, steps, trials = case
     found = audit_mechanism(mechanism, DELTA, steps=steps, trials=trials, seed=1)
-    claimed = best_epsilon(Ledger().add(mechanism, steps), DELTA).epsilon
+    claimed = guarantee(Ledger().add(mechanism, steps), DELTA).epsilon
     return {
         "name": name,
         "mechanism": mechanism.as_dict(),
@@ -77,7 +77,7 @@ def released_scores(case: tuple[str, int, int, int]) -> tuple[Any, Any]:
 def main(path: str) -> None:
     from modelmix.audit.bounds import epsilon_lower_bound
 
-    claimed = best_epsilon(Ledger().add(RELEASED, RELEASED_STEPS), DELTA).epsilon
+    claimed = guarantee(Ledger().add(RELEASED, RELEASED_STEPS), DELTA).epsilon
     attacks = []
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         rows = pool.map(mechanism_row, MECHANISMS, chunksize=1)

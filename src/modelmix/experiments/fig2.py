@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmix.accounting.calibration import calibrate
-from modelmix.accounting.comparison import best_epsilon, equal_variance
+from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.plan import Plan
+from modelmix.accounting.pld import equal_variance
 from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
 from modelmix.files import write_atomically
@@ -89,8 +91,8 @@ def arms(setup: Setup) -> list[Arm]:
 
 
 def noise_multiplier(setup: Setup) -> float:
-    """z at which plain DP-SGD has epsilon 8."""
-    found = calibrate(epsilon=EPSILON, delta=DELTA, sample_rate=setup.sample_rate, steps=setup.steps)
+    """z at which plain DP-SGD has epsilon 8 by Renyi moments: files of runs that were made with it stay right."""
+    found = calibrate(epsilon=EPSILON, delta=DELTA, sample_rate=setup.sample_rate, steps=setup.steps, by="renyi")
     return found.noise_multiplier
 
 
@@ -138,7 +140,7 @@ def curves(
         epsilon, twin = math.inf, math.inf
         if arm.private:
             ledger = Ledger().add(mechanism, setup.steps)
-            epsilon, twin = best_epsilon(ledger, DELTA).epsilon, best_epsilon(equal_variance(ledger), DELTA).epsilon
+            epsilon, twin = proved_epsilon(ledger, DELTA), proved_epsilon(equal_variance(ledger), DELTA)
         out.append(Curve(arm, steps, tuple(tuple(row["accuracy"]) for row in rows), epsilon, twin))
     return out
 
@@ -159,14 +161,15 @@ def _train(
         model,
         nn.CrossEntropyLoss(),
         data.train,
-        mechanism,
+        Plan.of(mechanism, setup.steps, delta=DELTA),
         clip=arm.clip(setup),
         lr=arm.eta,
         test_set=data.test,
+        test_public=True,
         seed=seed,
         performance=Performance(device=device),
     )
-    trainer.run(setup.steps, evaluate_every=max(1, setup.steps // POINTS), progress=False)
+    trainer.run(evaluate_every=max(1, setup.steps // POINTS), progress=False)
     found = trainer.metrics
     return {"steps": [row["step"] for row in found], "accuracy": [row["test_accuracy"] for row in found]}
 

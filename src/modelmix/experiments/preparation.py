@@ -94,7 +94,7 @@ def prepare(
         return prepared
     normalise = (None if run is None else _released(run)) or private_channel_normalisation(
         train,
-        n=len(data.train),
+        n=recipe.public_size(len(data.train)),
         mean_clip=recipe.mean_clip or 0.0,
         square_clip=recipe.square_clip or 0.0,
         noise_multiplier=recipe.normalise_noise,
@@ -106,7 +106,7 @@ def prepare(
         "mechanism": normalise.phase.mechanism.as_dict(),
         "steps": normalise.phase.steps,
     }
-    spent = Ledger().add(normalise.phase.mechanism, normalise.phase.steps)
+    spent = recipe.claim(len(data.train)).add(normalise.phase.mechanism, normalise.phase.steps)
     return Prepared(_with(data, normalise(train), normalise(test)), device, spent, {**seen, KEY: moments})
 
 

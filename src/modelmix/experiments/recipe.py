@@ -7,17 +7,18 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmix.accounting.accountant import epsilon as ledger_epsilon
-from modelmix.accounting.calibration import smallest_safe
+from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.embedding import EmbeddingMechanism
+from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.plan import Plan, calibrated_noise
 from modelmix.accounting.validation import positive, probability, rate, whole
 from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
@@ -58,6 +59,8 @@ _POSITIVE = {
     "square_clip": "the clip of channel second moments",
 }
 _COUNTS = {
+    "population": "the population",
+    "classes": "the number of classes",
     "steps": "the number of steps",
     "p": "the truncation parameter",
     "multiplicity": "the number of copies of a sample",
@@ -69,6 +72,8 @@ _COUNTS = {
     "components": "the number of components of whitened features",
 }
 
+Paths = str | Sequence[str]
+"""A file, or a list of files."""
 Changing = float | Mapping[str, Any]
 """A number, or a table {schedule = "linear", start, end} / {schedule = "cosine", ...} / {"1" = ..., "351" = ...}."""
 
@@ -80,8 +85,14 @@ class Recipe:
     Exactly one of epsilon (the noise is then calibrated) and noise_multiplier is given, one of batch and sample_rate,
     and, for a mechanism that mixes, one of mixing_width (omega), tau_over_eta and tau.
 
-    spent is a ledger file of what was released about the same samples before, by clip-advice for instance: epsilon
-    counts it, and noise that is calibrated leaves room for it.
+    population is a public constant that does not move with the data: batch and the sampling rate are then shares of it,
+    and the number of samples stays private. Left out, the number of samples is public. See ``adjacency``.
+
+    spent is a ledger file, or a list of them, of what was released about the same samples before, by clip-advice for
+    instance: epsilon counts it, and noise that is calibrated leaves room for it.
+
+    test_public says that the test set is public: only then may what is measured on it be published. classes is how many
+    classes the data has, where neither its folders nor its name say so: private labels are not counted.
 
     image_size is the side to which the images of a folder are scaled; nothing else takes it.
 
@@ -107,7 +118,10 @@ class Recipe:
 
     name: str = "run"
     data: str = "fashion-mini"
-    spent: str | None = None
+    population: int | None = None
+    classes: int | None = None
+    test_public: bool = False
+    spent: Paths | None = None
     image_size: int | None = None
     prior: str | None = None
     features: str | None = None
@@ -252,55 +266,69 @@ class Recipe:
     def rate_for(self, n: int) -> float:
         if self.sample_rate is not None:
             return rate("sample_rate", self.sample_rate, "the sampling rate")
-        return rate("batch / samples", (self.batch or 0.0) / n, "the sampling rate")
+        return rate("batch / samples", (self.batch or 0.0) / self.public_size(n), "the sampling rate")
+
+    def public_size(self, n: int) -> int:
+        """What every scale is derived from: the population, or the number of samples, which is then public."""
+        return n if self.population is None else self.population
+
+    def claim(self, n: int) -> Ledger:
+        """An empty ledger with what a run on n samples can claim."""
+        return Ledger(adjacency=ZERO_OUT if self.population is None else ADD_OR_REMOVE, population=self.public_size(n))
+
+    def load_data(self, data_dir: str | Path | None = None) -> DataSet:
+        """Load the data set of this recipe."""
+        from modelmix.data import load
+
+        return load(self.data, data_dir, self.image_size, classes=self.classes, test_public=self.test_public)
 
     def before(self) -> Ledger:
-        """What had been released about the training samples before this run: the ledger that ``spent`` names."""
-        return Ledger() if self.spent is None else Ledger.load(self.spent)
+        """What had been released about the training samples before this run: the ledgers that ``spent`` names."""
+        out = Ledger()
+        for path in [self.spent] if isinstance(self.spent, str) else self.spent or ():
+            out = out.then(Ledger.load(path))
+        return out
 
-    def price(self) -> Ledger:
-        """What is released about the training samples before training."""
-        ledger = self.before()
-        return ledger.add(Mechanism(self.normalise_noise, 1.0), 2) if self.normalise == "private" else ledger
+    def price(self, n: int) -> Ledger:
+        """What is released about n training samples before training."""
+        if self.normalise != "private":
+            return self.before()
+        return self.before().then(self.claim(n).add(Mechanism(self.normalise_noise, 1.0), 2))
 
     def whole(self, n: int) -> Ledger:
-        """All that a run on n samples releases: ``price``, then ``plan``."""
-        return self.price().then(self.plan(n))
+        """All that a run on n samples releases: ``price``, then what is trained."""
+        return self.plan(n).ledger
 
-    def plan(self, n: int) -> Ledger:
-        """The phases that will be trained on n samples.
+    def plan(self, n: int) -> Plan:
+        """The plan of training on n samples.
 
         If epsilon is the target, the noise is calibrated here, so that price and training together spend it.
         """
         law, _, mixes = MECHANISMS[self.mechanism]
-        q, price = self.rate_for(n), self.price()
-        widths = self._widths(q * n) if mixes else [(self.steps, 0.0)]
+        q, price = self.rate_for(n), self.price(n)
+        widths = self._widths(q * self.public_size(n)) if mixes else [(self.steps, 0.0)]
 
         def mechanism(z: float, width: float) -> Mechanism:
             if self.embedding_clip is None:
                 return Mechanism(z, q, width, self.p, law)
             return EmbeddingMechanism(z, q, width, self.p, law, clip_ratio=self.embedding_clip / self.clip)
 
-        def phases(z: float, ledger: Ledger) -> Ledger:
+        def planned(z: float) -> Plan:
+            ledger = self.claim(n)
             for steps, width in widths:
                 ledger = ledger.add(mechanism(z, width), steps)
-            return ledger
-
-        def everything(z: float) -> float:
-            return ledger_epsilon(phases(z, price), self.delta)
+            return Plan(
+                ledger.phases, self.delta, ledger.population, ledger.adjacency, target=self.epsilon, spent=price
+            )
 
         if self.epsilon is None:
-            return phases(self.noise_multiplier or 0.0, Ledger())
-        if price.phases and ledger_epsilon(price, self.delta) >= self.epsilon:
-            cost = f"costs epsilon {ledger_epsilon(price, self.delta):.3g} and the target is {self.epsilon:g}"
-            if self.normalise == "private":
-                raise ModelMixError(
-                    f"what comes before training {cost}: raise normalise_noise, or use "
-                    'normalise = "group", which is free.'
-                )
-            raise ModelMixError(f"what {self.spent} has spent {cost}: nothing is left for training.")
-        z = smallest_safe(everything, self.epsilon, start=1.0, tolerance=1e-5, name="noise multiplier")
-        return phases(z, Ledger())
+            return planned(self.noise_multiplier or 0.0)
+        if self.normalise == "private" and (cost := proved_epsilon(price, self.delta)) >= self.epsilon:
+            raise ModelMixError(
+                f"what comes before training costs epsilon {cost:.3g} and the target is {self.epsilon:g}: raise "
+                'normalise_noise, or use normalise = "group", which is free.'
+            )
+        return planned(calibrated_noise(lambda z: planned(z).ledger, self.epsilon, self.delta, price))
 
     def _widths(self, batch: float) -> list[tuple[int, float]]:
         """(steps, omega) in order; steps of the same width are put together."""
@@ -390,7 +418,7 @@ class Recipe:
         about: dict[str, Any] = {"data": data.name, "model": self.model, "steps": self.steps, "recipe": self.as_dict()}
         about |= prepared.about
         if rule == "released":
-            about["claimed_epsilon"] = ledger_epsilon(self.whole(len(data.train)), self.delta)
+            about["claimed_epsilon"] = plan.guarantee().epsilon
         return Trainer(
             model,
             nn.CrossEntropyLoss(),
@@ -398,7 +426,6 @@ class Recipe:
             plan,
             clip=self.clip,
             lr=self.schedule("lr"),
-            spent=self.before().then(prepared.spent),
             rule=rule,
             padding=self.padding,
             momentum=self.momentum,
@@ -409,7 +436,7 @@ class Recipe:
             multiplicity=self.multiplicity,
             embedding=prepared.embedding,
             test_set=prepared.test if tested else None,
-            delta=self.delta,
+            test_public=self.test_public,
             seed=self.seed,
             folder=folder,
             resume=resume,
@@ -482,6 +509,7 @@ _WORDS = {
     "int": "a whole number",
     "float": "a number",
     "Changing": "a number or a schedule",
+    "Paths": "a file or a list of files",
 }
 
 
@@ -495,6 +523,12 @@ def _of_kind(name: str, value: Any, kind: str) -> Any:
         return {str(key): entry for key, entry in value.items()}
     if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
         return value
+    if (
+        kind == "Paths"
+        and value
+        and all(isinstance(path, str) for path in ([value] if isinstance(value, str) else value))
+    ):
+        return value if isinstance(value, str) else value[0] if len(value) == 1 else list(value)
     with suppress(ValueError, OverflowError):  # not a number; past the range of floats
         if number and kind == "int" and value == int(value):
             return int(value)

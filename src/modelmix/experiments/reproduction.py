@@ -152,7 +152,7 @@ def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Re
             engine=store.engine(run.recipe, prepared),
         )
         ready, every = time.monotonic(), -(-run.recipe.steps // _CHECKPOINTS)
-        trainer.run(max(0, run.recipe.steps - trainer.step), evaluate_every=every)
+        trainer.run(evaluate_every=every)
         # A run that was interrupted has trained before: only its loading and testing are of this process.
         result = _result(run, trainer, prepared, performance, began + time.monotonic() - ready)
     path = run.file(out)
@@ -161,7 +161,7 @@ def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Re
 
 
 def _result(run: Run, trainer: Trainer, prepared: Prepared, performance: Performance, began: float) -> Result:
-    recipe, trained = run.recipe, float(trainer.metrics[-1]["seconds"])
+    recipe, trained = run.recipe, float(trainer.seconds)
     accuracy = {
         "reported": "last" if recipe.ema is None else "average",
         "last": trainer.evaluate(prepared.test)["accuracy"],

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modelmix.accounting.accountant import epsilon as renyi_epsilon
-from modelmix.accounting.comparison import best_epsilon
+from modelmix.accounting.guarantee import By, epsilon, guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError
 from modelmix.experiments.tables import KINDS, TABLES
 from modelmix.files import write_atomically
 
 SCHEMA, VERSION = "modelmix-result", 1
+_BY: Mapping[By, str] = {"renyi": "Renyi, improved conversion", "classic": "Renyi, classic conversion"}
+_PLD = "privacy-loss distribution"
 
 _SECTIONS = {
     "table": str,
@@ -80,14 +81,10 @@ class Result:
         """The test accuracy that counts, in per cent."""
         return 100 * float(self.accuracy[self.accuracy["reported"]])
 
-    def proved_epsilon(self, enough: float = 0.0) -> float | None:
-        """Recomputed from the ledger, to be as small as ``enough`` if it can; None where no proof covers the run."""
+    def proved_epsilon(self) -> float | None:
+        """Return the epsilon that is proved, recomputed from the ledger; None where no proof covers the run."""
         ledger = Ledger.from_json(json.dumps(self.ledger))
-        if ledger.unproved:
-            return None
-        delta = float(self.recipe.get("delta", 1e-5))
-        renyi = renyi_epsilon(ledger, delta)
-        return renyi if renyi <= enough else best_epsilon(ledger, delta).epsilon
+        return None if ledger.unproved else epsilon(ledger, float(self.recipe.get("delta", 1e-5)))
 
     def save(self, path: Path) -> None:
         """Written whole or not at all."""
@@ -176,17 +173,11 @@ def account(ledger: Ledger, delta: float) -> dict[str, Any]:
     For an honest run the smallest proved epsilon; for one that broke a rule of the proof what it would claim, under
     that name, by its authors' conversion.
     """
-    claimed = Ledger(ledger.phases)
-    numbers = {
-        "Renyi, improved conversion": renyi_epsilon(claimed, delta),
-        "Renyi, classic conversion": renyi_epsilon(claimed, delta, conversion="classic"),
-    }
     if ledger.unproved:
-        classic = numbers["Renyi, classic conversion"]
-        return {"status": "not proved", "delta": delta, "claimed": classic, "by": "Renyi, classic conversion",
+        classic = epsilon(replace(ledger, unproved=()), delta, by="classic")
+        return {"status": "not proved", "delta": delta, "claimed": classic, "by": _BY["classic"],
                 "broken": list(ledger.unproved)}  # fmt: skip
-    best = best_epsilon(ledger, delta)
-    if best.accountant == "PLD":
-        numbers["privacy-loss distribution"] = best.epsilon
-    by = min(numbers, key=lambda name: numbers[name])
-    return {"status": "proved", "delta": delta, "value": numbers[by], "by": by, "all": numbers}
+    found = {name: epsilon(ledger, delta, by=by) for by, name in _BY.items()}
+    best = guarantee(ledger, delta)
+    by = _PLD if best.accountant == "PLD" else min(found, key=lambda name: found[name])
+    return {"status": "proved", "delta": delta, "value": best.epsilon, "by": by, "all": {**found, by: best.epsilon}}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from modelmix.data import DataSet, load
+from modelmix.data import DataSet
 from modelmix.experiments.preparation import Prepared, prepare
 from modelmix.experiments.recipe import Recipe
 from modelmix.models import Pixels, build
@@ -32,17 +32,17 @@ class Store:
     def __init__(self, data_dir: Path | None, performance: Performance) -> None:
         self._data_dir, self._performance = data_dir, performance
         self.device = performance.find_device()
-        self._source: tuple[str, int | None] = ("", None)
+        self._source: tuple[Any, ...] = ()
         self._data: DataSet | None = None
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._engines: dict[Any, Engine] = {}
 
     def data(self, recipe: Recipe) -> DataSet:
         """The images of this recipe, as they are."""
-        source = recipe.data, recipe.image_size
+        source = recipe.data, recipe.image_size, recipe.classes, recipe.test_public
         if self._data is None or self._source != source:
             self._data, self._prepared = None, {}  # room before the next one comes
-            self._data, self._source = load(recipe.data, self._data_dir, recipe.image_size), source
+            self._data, self._source = recipe.load_data(self._data_dir), source
         return self._data
 
     def prepared(self, recipe: Recipe, run: Path) -> Prepared:

@@ -82,15 +82,14 @@ def private_channel_normalisation(
         mean          = ( sum_i clip(m_i, c1) + z * c1 * N(0, 1) ) / n,
         second moment = ( sum_i clip(s_i, c2) + z * c2 * N(0, 1) ) / n,        variance = second moment - mean^2.
 
-    Adjacency: adding or removing one image. It changes the first sum by a vector of norm at most c1, so that noise of
-    standard deviation z*c1 on the sum is a Gaussian mechanism of multiplier z, whatever the size of the data set; the
-    same holds for the second. Dividing by n afterwards costs nothing *because n is a constant that is the same for both
-    neighbours*: the standard deviation of the averages is z*c/n. The true number of images would not do: it differs
-    between neighbours, so the average would move with every image in it and the scale of the noise would tell them
-    apart.
+    Neighbours differ in one image's contribution, see ``adjacency``. It changes the first sum by a vector of norm at
+    most c1, so that noise of standard deviation z*c1 on the sum is a Gaussian mechanism of multiplier z, whatever the
+    size of the data set; the same holds for the second. Dividing by n afterwards costs nothing *because n is a constant
+    that is the same for both neighbours*: the standard deviation of the averages is z*c/n. Where the number of images
+    is private, it would not do: the average would move with every image in it, and the scale of the noise would tell n.
 
     Price: two releases of multiplier z without sampling, D_alpha = 2 * alpha / (2 z^2), which is ``phase``: two steps
-    of ``Mechanism(z, 1.0)``. For z = 8 and delta = 1e-5 alone that is epsilon 0.695 (0.864 by the classic conversion).
+    of ``Mechanism(z, 1.0)``. For z = 8 and delta = 1e-5 alone that is epsilon 0.634 (0.695 by Renyi moments).
     One release of both vectors (m_i/c1, s_i/c2), each clipped as above, has sensitivity sqrt(2) and costs exactly the
     same; clipping the pair to norm 1 instead would save half of D_alpha and shorten more images.
 
@@ -102,7 +101,7 @@ def private_channel_normalisation(
 
     Args:
         features: N x C x H x W, of the training images.
-        n: the public size of the data set, a number that may be told to anybody.
+        n: the population, a public constant; or the number of images, where that is public (zero-out).
         mean_clip: c1, the bound on |m_i|.
         square_clip: c2, the bound on |s_i|.
         noise_multiplier: z of each of the two releases.

@@ -42,7 +42,7 @@ class Patches:
 
     Args:
         device: where to compute; the accelerator if there is one.
-        mirror: whether the mirror image is added, for images whose meaning does not change with it.
+        mirror: whether the mirror image is seen as well, for images whose meaning does not change with it.
         seed: of synthetic images and of the choice of filters.
     """
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from modelmix.accounting.comparison import best_epsilon, equal_variance, unmixed
 from modelmix.accounting.functions import Array
+from modelmix.accounting.guarantee import guarantee, quick_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.accounting.validation import positive
 from modelmix.errors import ModelMixError
 from modelmix.report import style
@@ -69,7 +70,9 @@ def _curve(axis: str, title: str, x: Array, delta: float, at: Callable[[float], 
     last = books[-1].phases[-1].mechanism
 
     def line(change: Callable[[Ledger], Ledger]) -> Array:
-        return np.array([best_epsilon(change(book), delta).epsilon for book in books])
+        changed = [change(book) for book in books]
+        end = guarantee(changed[-1], delta).epsilon
+        return np.array([*(quick_epsilon(book, delta) for book in changed[:-1]), end])
 
     if last.mixed:
         lines = {f"ModelMix, p = {last.p}": line(lambda book: book)}

@@ -102,7 +102,7 @@ class EventFile:
         """Appends a row whole, or leaves the file as it was."""
         try:
             with open(self.path, "ab", buffering=0) as file:
-                before, data = file.tell(), _row(row, time.time())
+                before, data = file.tell(), _row(row, round(time.time(), -1))
                 try:
                     if file.write(data) != len(data):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelmix.accounting.accountant import epsilon as renyi_epsilon
-from modelmix.accounting.comparison import Line, best_epsilon, equal_variance, unmixed
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
+from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.files import write_atomically
 from modelmix.report import page_plots as plots
 from modelmix.report import words
@@ -18,8 +18,21 @@ from modelmix.report.page_html import Html, bullets, coded, document, joined, ta
 
 _FIRST_PHASES, _LAST_PHASES = 20, 5  # of a ledger too long to print
 _DEEPEST = 8  # level of nested settings
-_MOST_DISTRIBUTIONS = 100  # a privacy-loss distribution per phase takes its time
-_ABOUT = ("created", "data", "model", "samples", "parameters", "delta", "steps", "seed", "device", "torch", "modelmix")
+_ABOUT = (
+    "created",
+    "data",
+    "model",
+    "population",
+    "adjacency",
+    "test_public",
+    "parameters",
+    "delta",
+    "steps",
+    "seed",
+    "device",
+    "torch",
+    "modelmix",
+)
 
 
 def write_report(folder: str | Path, *, public: bool = False) -> Path:
@@ -27,8 +40,9 @@ def write_report(folder: str | Path, *, public: bool = False) -> Path:
 
     The page needs no network and no script. Epsilon is recomputed from the ledger and rounded up; for a run whose
     ledger is not proved the page says so instead, and prints none. With ``public`` the page is ``report-public.html``
-    and leaves out the seed and the diagnostics, which are not covered by epsilon; the other one is readable by its
-    owner only. The file is written atomically: the old page or the new one, never half of one.
+    and leaves out what epsilon does not cover: the seed, the diagnostics and, unless the test set was declared public,
+    what was measured on it; the other one is readable by its owner only. The file is written atomically: the old page
+    or the new one, never half of one.
     """
     folder = Path(folder)
     page = render(read_run(folder), public=public)
@@ -40,20 +54,32 @@ def write_report(folder: str | Path, *, public: bool = False) -> Path:
 
 def render(run: Run, *, public: bool = False) -> str:
     """The page as text."""
-    best = None if run.unproved else best_epsilon(run.ledger, run.delta)
+    best = proved(run, public=public)
     return document(
         f"{run.name} - ModelMix run",
         _title(run),
         *_banners(run, best),
-        _facts(run, best),
-        _progress(run, best),
+        _facts(run, best, public),
+        _progress(run, best, public),
         _comparison(run, best),
         _phases(run),
-        _guarantee(run, best, public),
+        _guarantee(run, best),
         *([] if public or run.diagnostics is None else [_diagnostics(run, run.diagnostics)]),
         _settings(run, public),
         _recheck(run),
     )
+
+
+def proved(run: Run, *, public: bool = False) -> Guarantee | None:
+    """The guarantee of everything the run planned, with what the run leaves uncovered; None where none is proved."""
+    if run.unproved:
+        return None
+    found = guarantee(run.planned, run.delta)
+    where = "" if public or run.diagnostics is None else ", in the marked box below"
+    excluded = [] if run.test_public else [words.TEST_METRICS]
+    excluded.append(f"diagnostics of the training: norms, clips and batch sizes{where}")
+    assumed = (*found.assumed, *words.assumed_by(run.recipe))
+    return replace(found, seeded=run.seeded, assumed=assumed, excluded=tuple(excluded))
 
 
 def _title(run: Run) -> Html:
@@ -61,24 +87,25 @@ def _title(run: Run) -> Html:
     return joined([tag("h1", run.name), tag("p", ", ".join(about), kind="soft")])
 
 
-def _banners(run: Run, best: Line | None) -> Iterator[Html]:
+def _banners(run: Run, best: Guarantee | None) -> Iterator[Html]:
     if best is None:
         yield tag("div", words.NOT_PROVED, bullets(run.unproved), kind="banner")
     elif math.isinf(best.epsilon):
         yield tag("div", words.UNBOUNDED, kind="banner")
     if "seed" not in run.config:
         yield tag("div", words.SEED_UNKNOWN, kind="banner")
-    elif _seeded(run):
-        yield tag("div", words.SEEDED, kind="banner")
+    elif run.seeded:
+        yield tag("div", SEEDED, kind="banner")
 
 
-def _seeded(run: Run) -> bool:
-    """Also where nothing is said about it: silence is no guarantee."""
-    return run.config.get("seed", "unknown") is not None
+def _facts(run: Run, best: Guarantee | None, public: bool) -> Html:
+    tested = [] if _withheld(run, public) else [_accuracy_fact(run)]
+    return tag("div", *tested, _epsilon_fact(run, best), _steps_fact(run), kind="facts")
 
 
-def _facts(run: Run, best: Line | None) -> Html:
-    return tag("div", _accuracy_fact(run), _epsilon_fact(run, best), _steps_fact(run), kind="facts")
+def _withheld(run: Run, public: bool) -> bool:
+    """Whether what was measured on the test set stays out of the page."""
+    return public and not run.test_public
 
 
 def _accuracy_fact(run: Run) -> Html:
@@ -87,16 +114,24 @@ def _accuracy_fact(run: Run) -> Html:
     return _fact("test accuracy", value, f"of the average (EMA): {100 * averaged[-1][1]:.2f} %" if averaged else "")
 
 
-def _epsilon_fact(run: Run, best: Line | None) -> Html:
+def _epsilon_fact(run: Run, best: Guarantee | None) -> Html:
     if best is None:
         claim = run.config.get("claimed_epsilon")
         return _fact("privacy", words.NOT_PROVED, "" if claim is None else f"claimed, not proved: {_plain(claim)}")
-    note = f"{best.accountant}; seeded: no guarantee to publish" if _seeded(run) else f"{best.accountant}, rounded up"
+    note = f"{best.accountant}, rounded up"
+    if best.steps > run.ledger.steps:
+        so_far = words.up(guarantee(run.ledger, run.delta).epsilon)
+        note += (
+            f"; for all planned steps, however early the run was stopped ({so_far} only if it was fixed beforehand to "
+            f"stop after {words.count(run.ledger.steps)} steps)"
+        )
+    if best.seeded:
+        note += f"; {SEEDED}"
     return _fact(f"epsilon at delta = {run.delta!r}", words.up(best.epsilon), note)
 
 
 def _steps_fact(run: Run) -> Html:
-    planned = run.config.get("steps")
+    planned = run.planned.steps if run.planned != run.ledger else run.config.get("steps")
     note = "" if planned is None else f"of {words.count(planned)} planned"
     return _fact("steps", words.count(run.ledger.steps), note)
 
@@ -111,25 +146,26 @@ def _fact(label: str, value: str, note: str = "") -> Html:
     )
 
 
-def _progress(run: Run, best: Line | None) -> Html:
-    lines = {"model": run.series("test_accuracy"), "average (EMA)": run.series("ema_accuracy")}
+def _progress(run: Run, best: Guarantee | None, public: bool) -> Html:
+    withheld = _withheld(run, public)
+    lines = {} if withheld else {"model": run.series("test_accuracy"), "average (EMA)": run.series("ema_accuracy")}
     drawn = [plots.accuracy(lines)] if any(lines.values()) else []
-    curve = None if best is None else plots.epsilon_curve(run.ledger, run.delta, best)
+    curve = None if best is None else plots.epsilon_curve(run.planned, run.delta, best)
     if curve is not None:
         drawn.append(curve)
     body = tag("div", *(tag("figure", plot) for plot in drawn), kind="plots")
-    notes = [] if any(lines.values()) else ["No accuracy was recorded."]
+    notes = [] if any(lines.values()) else [words.TEST_LEFT_OUT if withheld else "No accuracy was recorded."]
     if best is None:
         notes.append("No curve of epsilon: it is not proved.")
     return _section("Accuracy and epsilon", *([body] if drawn else []), *(tag("p", n, kind="soft") for n in notes))
 
 
-def _comparison(run: Run, best: Line | None) -> Html:
+def _comparison(run: Run, best: Guarantee | None) -> Html:
     title = "The honest comparison"
     if best is None:
         return _section(title, tag("p", "No comparison: the epsilon of this run is not proved."))
-    twin_ledger = equal_variance(run.ledger)
-    plain, twin = best_epsilon(unmixed(run.ledger), run.delta), _twin(run, twin_ledger)
+    twin_ledger = equal_variance(run.planned)
+    plain, twin = (guarantee(book, run.delta) for book in (unmixed(run.planned), twin_ledger))
     z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
     multiplier = f", z = {z[0]:.4g}" if len(z) == 1 else ""
     rows = [
@@ -144,14 +180,7 @@ def _comparison(run: Run, best: Line | None) -> Html:
     )
 
 
-def _twin(run: Run, twin: Ledger) -> Line:
-    """Epsilon of the equal-variance ledger; by moments alone where a schedule gives every few steps a phase."""
-    if run.ledger != twin and len(twin.phases) > _MOST_DISTRIBUTIONS:
-        return Line(renyi_epsilon(twin, run.delta), "RDP")
-    return best_epsilon(twin, run.delta)
-
-
-def _verdict(run: Run, best: Line, plain: Line, twin: Line) -> str:
+def _verdict(run: Run, best: Guarantee, plain: Guarantee, twin: Guarantee) -> str:
     """What the three lines say, in words."""
     if not any(phase.mechanism.mixed for phase in run.ledger.phases):
         first = "This run does not mix, so the first two lines agree."
@@ -181,26 +210,24 @@ def _phases(run: Run) -> Html:
     )
 
 
-def _guarantee(run: Run, best: Line | None, public: bool) -> Html:
+def _guarantee(run: Run, best: Guarantee | None) -> Html:
     if best is None:
         why = tag("p", "No guarantee of differential privacy is proved for this run:")
         return _section("The guarantee", why, bullets(run.unproved), tag("p", words.NOTHING_COVERED))
     if math.isinf(best.epsilon):
         return _section("The guarantee", tag("p", words.NOTHING_COVERED))
-    seeded = "Were the run not seeded, the following would hold. " if _seeded(run) else ""
     promise = (
-        f"{seeded}Whether one sample is added to the training data or removed from it, everything listed as covered "
-        f"keeps ({words.up(best.epsilon)}, {run.delta!r})-differential privacy, for Poisson sampling, against one who "
-        "sees every released state and knows all the other samples."
+        f"Everything listed as covered keeps ({words.up(best.epsilon)}, {run.delta!r})-differential privacy. "
+        f"{best.scope}"
     )
-    box = not public and run.diagnostics is not None
     return _section(
         "The guarantee",
         tag("p", promise),
+        *(tag("p", note) for note in best.notes),
         tag("h3", "Covered"),
-        bullets(words.COVERED),
+        bullets(COVERED),
         tag("h3", "Not covered"),
-        bullets(words.not_covered(run.ledger, box, run.recipe)),
+        bullets([*best.not_covered, *(f"what is assumed: {line}" for line in best.assumed)]),
     )
 
 
@@ -248,7 +275,8 @@ def _draws(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _settings(run: Run, public: bool) -> Html:
-    about = {"steps planned" if key == "steps" else key: run.config.get(key) for key in _ABOUT}
+    known = {"population": run.ledger.population or run.config.get("samples"), "adjacency": run.ledger.adjacency}
+    about = {"steps planned" if key == "steps" else key: run.config.get(key, known.get(key)) for key in _ABOUT}
     rows = []
     for name, value in [*about.items(), *_flat("", run.settings)]:
         last = name.rsplit(".", 1)[-1].lower()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.plan import Plan
 from modelmix.accounting.validation import probability
 from modelmix.errors import ModelMixError
 from modelmix.report.words import number
@@ -46,6 +48,21 @@ class Run:
         return found if isinstance(found, dict) else {}
 
     @property
+    def seeded(self) -> bool:
+        """Whether it was seeded; also where nothing is said about it: silence is no guarantee."""
+        return self.ledger.seeded or self.config.get("seed", "unknown") is not None
+
+    @property
+    def test_public(self) -> bool:
+        """Whether the test set was declared public."""
+        return self.config.get("test_public") is True
+
+    @property
+    def planned(self) -> Ledger:
+        """Everything the run planned to release: its guarantee, however early it stopped."""
+        return planned_ledger(self.config, self.ledger)
+
+    @property
     def unproved(self) -> tuple[str, ...]:
         """Why no epsilon is proved; empty where one is."""
         return self.ledger.unproved
@@ -56,11 +73,19 @@ class Run:
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
+def planned_ledger(config: Mapping[str, Any], ledger: Ledger) -> Ledger:
+    """What the plan in a configuration releases in all; the ledger itself where there is no longer plan."""
+    if not isinstance(config.get("plan"), dict) or ledger.unproved:
+        return ledger
+    planned = Plan.from_dict(config["plan"]).ledger
+    return ledger if planned.steps <= ledger.steps else replace(planned, seeded=ledger.seeded)
+
+
 def read_run(folder: Path) -> Run:
     """The run in ``folder``. Config and ledger must be there; metrics and diagnostics may be missing."""
     if not folder.is_dir():
         raise ModelMixError(f"cannot read {folder}: there is no such folder; give the folder of a run.")
-    config = _config(folder / "config.json")
+    config = read_config(folder / "config.json")
     ledger = Ledger.load(folder / "ledger.json")
     metrics, diagnostics = folder / "metrics.json", folder / "diagnostics.json"
     return Run(
@@ -71,7 +96,8 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Read and check the configuration of a run."""
     config = _object(path)
     if config.get("schema") != SCHEMA:
         raise ModelMixError(f'{path} is not the configuration of a run: its "schema" must be "{SCHEMA}".')

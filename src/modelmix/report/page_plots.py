@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelmix.accounting.accountant import epsilon
-from modelmix.accounting.comparison import Line
+from modelmix.accounting.functions import Array
+from modelmix.accounting.guarantee import Guarantee, epsilon, quick_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.report import style
 from modelmix.report.page_html import Html
@@ -19,7 +19,7 @@ from modelmix.report.page_html import Html
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_POINTS = 60
+_POINTS = 16
 _SIZE = (4.2, 2.9)  # inches; small, so that the letters stay readable on a phone
 _UNDATED: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
@@ -42,28 +42,33 @@ def accuracy(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Html:
     return _svg("accuracy", "Accuracy on the test set against steps", draw)
 
 
-def epsilon_curve(ledger: Ledger, delta: float, best: Line) -> Html | None:
-    """Epsilon by Renyi moments after every part of the ledger; None where there is no finite value to draw."""
-    steps = np.unique(np.linspace(1, max(1, ledger.steps), _POINTS).round()).astype(int)
-    values = np.array([epsilon(prefix(ledger, int(t)), delta) for t in steps]) if ledger.phases else np.array([])
+def epsilon_curve(ledger: Ledger, delta: float, best: Guarantee) -> Html | None:
+    """Epsilon after every part of the ledger, ending at ``best``; None where there is no finite value to draw."""
+    steps, values = epsilon_points(ledger, delta, best)
     finite = np.isfinite(values)
     if not finite.any():
         return None
 
     def draw(axes: Axes) -> None:
-        marker = "o" if finite.sum() < 15 else ""
-        axes.plot(
-            steps[finite], values[finite], "-", color=style.MIXED_100, label="Renyi moments", marker=marker,
-            markersize=3.5,
-        )  # fmt: skip
-        if best.accountant != "RDP" and math.isfinite(best.epsilon):
-            axes.plot(ledger.steps, best.epsilon, "D", color=style.TWIN, label=f"best proved ({best.accountant})")
-            axes.legend(loc="best")
+        axes.plot(steps[finite], values[finite], "-o", color=style.MIXED_100, markersize=3.5)
         axes.set(xlabel="steps", ylabel=f"epsilon at delta = {delta!r}")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
 
     return _svg("epsilon", "Epsilon against steps", draw)
+
+
+def epsilon_points(ledger: Ledger, delta: float, best: Guarantee) -> tuple[Array, Array]:
+    """Step counts and the epsilon after each; distributions are asked where they gave ``best``, with fewer buckets."""
+    if not ledger.phases:
+        return np.array([]), np.array([])
+    different = len({phase.mechanism for phase in ledger.phases}) if best.accountant == "PLD" else 1
+    points = max(4, _POINTS // different)
+    steps = np.unique(np.linspace(1, ledger.steps, points).round()).astype(int)
+    books = [prefix(ledger, int(t)) for t in steps]
+    find = quick_epsilon if best.accountant == "PLD" else partial(epsilon, by="renyi")
+    values = np.array([*(find(book, delta) for book in books[:-1]), best.epsilon])
+    return steps, np.minimum(values, best.epsilon)
 
 
 def prefix(ledger: Ledger, steps: int) -> Ledger:

@@ -110,6 +110,6 @@ def _current(result: Result) -> bool:
 
 def _cell(place: Place, results: list[Result]) -> Cell:
     row, kind = tables.row(place[0], place[1]), place[2]
-    spent = [result.proved_epsilon(row.target(kind)) for result in results]
+    spent = [result.proved_epsilon() for result in results]
     proved = [epsilon for epsilon in spent if epsilon is not None]
     return Cell(row, kind, tuple(results), max(proved) if len(proved) == len(spent) else None)

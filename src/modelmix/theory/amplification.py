@@ -1,8 +1,8 @@
 r"""Theorem 4.2 with its constants: mean and variance of the pointwise loss, and what Bernstein makes of them.
 
 The loss of one coordinate at o is u(o) = log f(o - s) - log f(o), o drawn from f(. - s). Units: the clip is 1, so in
-the paper's letters c = 1, sigma or 1/lambda = z, tau_bar = omega. Under adding and removing a sample it has the same
-law, by symmetry.
+the paper's letters c = 1, sigma or 1/lambda = z, tau_bar = omega. Both directions have the same law, by
+symmetry.
 
 Composition. Given the past, the loss of a step is a sum over coordinates of independent losses, so means add and
 **variances add**. If mean(s)/s^norm and variance(s)/s^norm are largest at the largest shift, the sums are at most those

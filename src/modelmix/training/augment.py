@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.training.guard import ALONE, WatchedFunction
+
+Augment = Callable[[Any, torch.Generator], Any]
 
 
 def flip(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -30,3 +39,71 @@ def flip_and_crop(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 AUGMENTATIONS = {"flip": flip, "crop": crop, "flip-crop": flip_and_crop}
+
+
+def apply_augmentation(augment: Augment, inputs: Any, generator: torch.Generator) -> Any:
+    """Augment every row of a chunk on its own.
+
+    Our own augmentations treat the rows of a chunk one by one and are given all of them; any other is given one row at
+    a time, as a batch of one that shares no memory with the others.
+
+    Args:
+        augment: ``augment(inputs, generator)``.
+        inputs: a tensor, or a tuple or dict of tensors, rows first.
+
+    Returns:
+        What it makes of every row, in order, of the structure, types and number of rows of the inputs.
+
+    Raises:
+        UnprovedError: if a row would be another one after other rows.
+        ModelMixError: if the result is not of that form.
+    """
+    if augment in AUGMENTATIONS.values():
+        return augment(inputs, generator)
+    _check_alone(augment, inputs, generator.device)
+    count = tree_leaves(inputs)[0].shape[0]
+    if not count:
+        return inputs
+    memory = WatchedFunction(augment, "augment")
+    rows = [augment(tree_map(lambda t, i=i: t[i : i + 1].clone(), inputs), generator) for i in range(count)]
+    memory.check()
+    for row in rows:
+        _check_form(row, inputs)
+    try:
+        return tree_map(lambda *parts: torch.cat(parts), *rows)
+    except RuntimeError:
+        raise ModelMixError("augment gives rows of different shapes: give all of them one shape.") from None
+
+
+def _check_form(row: Any, inputs: Any) -> None:
+    (mine, form), (theirs, wanted) = tree_flatten(row), tree_flatten(inputs)
+    right = form == wanted and all(isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == 1 for t in mine)
+    if not right or any(a.dtype != b.dtype for a, b in zip(mine, theirs, strict=True)):
+        raise ModelMixError("augment must give as many rows as it is given, of the same structure and types.")
+
+
+def _check_alone(augment: Augment, inputs: Any, device: torch.device) -> None:
+    """Augment a synthetic row with the same draws, after itself and after other rows: it must not remember them."""
+    draws = torch.Generator("cpu").manual_seed(0)
+
+    def made(scale: float) -> Any:
+        def like(t: Tensor) -> Tensor:
+            values = torch.rand(1, *t.shape[1:], generator=draws, device="cpu") * scale
+            return values.to(t.device, t.dtype)
+
+        return tree_map(like, inputs)
+
+    row, others = made(1.0), [made(scale) for scale in (1.0, 3.0, -5.0)]
+    found = []
+    for before in ([], [row], others, others[:1]):
+        for other in before:
+            augment(tree_map(torch.clone, other), torch.Generator(device).manual_seed(1))
+        found.append(tree_leaves(augment(tree_map(torch.clone, row), torch.Generator(device).manual_seed(2))))
+    for again in found[1:]:
+        same = len(again) == len(found[0])
+        if not same or not all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True)):
+            raise UnprovedError(
+                ALONE,
+                "augment gives another result for the same row and the same draws after other rows.",
+                "Compute it from the row and the given generator alone, and keep nothing between calls.",
+            )

@@ -130,6 +130,11 @@ class RunFolder:
         except ModelMixError as error:
             raise ModelMixError(f"{error} Nothing kept is lost: mend this, then resume=True (--resume).") from None
 
+    def remove(self, name: str) -> None:
+        """Delete a file that no longer holds, if it is there."""
+        with suppress(FileNotFoundError):
+            self.file(name).unlink()
+
     def sweep(self) -> None:
         """Removes what a killed process left half-written; those files were never in use."""
         for path in self.path.rglob(TEMPORARY):

@@ -87,9 +87,10 @@ def private_norm_histogram(
 ) -> NormRelease:
     """Counts of per-sample gradient norms in fixed bins, by the Gaussian mechanism.
 
-    Adjacency: adding or removing one sample. A Poisson draw at rate q picks samples; each of them raises exactly one
-    count by one, so the vector of counts has l2 sensitivity 1, and noise of standard deviation z on every count is one
-    step of ``Mechanism(z, q)``, the phase of the release. Noisy counts are rounded, which is post-processing.
+    Neighbours differ in one sample's contribution, see ``adjacency``; nothing is divided by their number. A Poisson
+    draw at rate q picks samples; each of them raises exactly one count by one, so the vector of counts has l2
+    sensitivity 1, and noise of standard deviation z on every count is one step of ``Mechanism(z, q)``, the phase of the
+    release. Noisy counts are rounded, which is post-processing.
 
     The weights of ``model`` must be public or released: they do not depend on these samples but through the ledger. The
     bins are constants. Every sample's gradient is computed alone, from a fresh copy, so that its norm, to the last bit,

@@ -1,82 +1,139 @@
-"""``make_private``: an existing training loop, made private by two changed lines.
+"""``make_private``: an existing training loop, made private by one line before it.
 
-    model, optimizer, loader = mm.make_private(model, optimizer, loader, mechanism=mechanism, clip=1.0)
-    ...
-    optimizer.epsilon(delta=1e-5)
+    model, optimizer, loader, criterion = mm.make_private(
+        model, optimizer, loader, criterion, epsilon=3, delta=1e-5, epochs=20, clip=1.0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    optimizer.guarantee
 
-The loop stays as it is: zero_grad, forward, backward, step. The loader now gives Poisson draws, backward collects
-every sample's gradient, and step clips, sums, adds noise, mixes, and writes the ledger line. The model keeps its class
-and its state-dict keys.
+The loop stays as it is. The loader gives Poisson draws; the model, called on a draw, runs the private pass of the
+engine, in which no sample can see another, and returns its outputs; the criterion returns their loss; step clips, sums,
+adds noise, mixes, and writes the ledger line. Nothing else that the loop computes from the outputs reaches the weights:
+gradients that did not come from the criterion are refused. The model keeps its class and its state-dict keys.
 """
 
 from __future__ import annotations
 
+import json
+import types
+import uuid
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from modelmix.accounting.accountant import epsilon as ledger_epsilon
+from modelmix.accounting.guarantee import Guarantee
+from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
+from modelmix.accounting.plan import Plan, plan_for_loop
 from modelmix.accounting.validation import positive, whole
-from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
+from modelmix.files import write_atomically
 from modelmix.training import engines
-from modelmix.training.clipping import Clip
-from modelmix.training.engines.hooks import Capture
-from modelmix.training.gradients import Dense
-from modelmix.training.guard import ALONE, SAME_SET, Watch, check_mechanism, check_model
+from modelmix.training.clipping import Clip, ClippedSum
+from modelmix.training.guard import ALONE, SAME_SET, Watch, check_mechanism, check_model, require_one_process
 from modelmix.training.parameters import FlatParameters
-from modelmix.training.randomness import Randomness, StepRandomness
+from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.rules import Rule, State, noise, take_step
-from modelmix.training.sampling import POISSON, _Lazy, _pair
+from modelmix.training.sampling import POISSON, _Lazy, _pair, check_items_alone, collate_alone
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
+_CRITERION = (
+    "Use the criterion that make_private returned, on the model's outputs and the loader's targets as they are: "
+    "transformations of them belong into the model, the dataset or the criterion."
+)
 
 
 def make_private(
     model: nn.Module,
     optimizer: Optimizer,
     loader: DataLoader[Any],
+    criterion: engines.Loss,
     *,
-    mechanism: Mechanism,
     clip: float,
+    plan: Plan | None = None,
+    epsilon: float | None = None,
+    delta: float = 1e-5,
+    epochs: float | None = None,
+    population: int | None = None,
     tau: float | None = None,
     padding: str = "exact",
     momentum: float = 0.0,
-    loss_reduction: str = "mean",
     chunk: int | None = None,
     seed: int | None = None,
-) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
-    """(model, optimizer, loader) for a private training loop.
+    ledger: str | Path | None = None,
+) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader, PrivateCriterion]:
+    """(model, optimizer, loader, criterion) for a private training loop.
 
-    Guarantee: the weights after every ``optimizer.step()``, together, are (epsilon, delta)-differentially private under
-    adding or removing one sample of ``loader.dataset``, with the epsilon of ``optimizer.ledger`` -- provided that the
-    loss is a mean or a sum of losses of single samples, which a loop of your own must see to (``Trainer`` enforces it).
+    Guarantee: the weights after every ``optimizer.step()``, together, are (epsilon, delta)-differentially private with
+    the epsilon of the plan, for the neighbours it claims; ``optimizer.guarantee`` states all of it. A sample's gradient
+    is computed where no other sample can be seen; going past the plan raises ``BudgetExceeded``.
 
     Args:
-        model: made of layers with one tensor in and one out wherever something is trained; no batch statistics.
+        model: any module without batch statistics; what requires a gradient is trained.
         optimizer: with mixing, plain ``torch.optim.SGD`` (weight decay allowed), because what other optimizers remember
             is not mixed; without mixing, any optimizer.
-        loader: its dataset, collate function and workers are kept; its batches are replaced by Poisson draws at the
-            mechanism's rate. An epoch is about 1/q draws.
-        mechanism: noise, mixing width, truncation and sampling rate.
+        loader: its dataset, collate function and workers are kept; its batches, pairs (inputs, targets), are replaced
+            by Poisson draws. An epoch is about 1/q draws.
+        criterion: ``criterion(outputs, targets)``. It is given one sample at a time, so it cannot make samples meet;
+            a mean over the batch, a class weight or a mean over tokens is therefore one over that sample alone.
         clip: c, the bound on the norm of a sample's gradient.
-        tau: a fixed mixing threshold in place of the mechanism's mixing width; omega then follows the learning rate.
+        plan: what may run, see ``mm.plan``. Or give epsilon, delta and epochs: plain DP-SGD with the loader's batch
+            size as the expected batch.
+        population: with epsilon, a public constant in place of the number of samples, see ``mm.plan``.
+        tau: a fixed mixing threshold; omega then follows the learning rate and may not fall below the plan's.
         padding: "exact" or "paper", see ``mixing``.
         momentum: from released states, for mixing.
-        loss_reduction: "mean" or "sum", what the loop's loss does over the batch.
         chunk: give a draw in parts of at most this many samples; ``step`` acts on the last part. Saves memory.
         seed: makes the run repeatable, for tests only.
+        ledger: a file that gets every ledger line before its step is taken, so that a loop that dies loses none; a
+            file that is there is gone on with. Without it, keep the optimizer's state with every saved model.
+
+    Example:
+        >>> import torch, modelmix as mm
+        >>> data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.arange(200) % 2)
+        >>> loader, model = torch.utils.data.DataLoader(data, batch_size=50), torch.nn.Linear(4, 2)
+        >>> model, optimizer, loader, criterion = mm.make_private(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.5), loader, torch.nn.CrossEntropyLoss(),
+        ...     epsilon=3, delta=1e-4, epochs=2, clip=1.0)
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(x), y).backward()
+        ...     optimizer.step()
+        >>> optimizer.ledger.steps
+        4
     """
-    loop = _Loop(model, optimizer, loader, mechanism, clip, tau, padding, momentum, loss_reduction, chunk, seed)
-    return model, PrivateOptimizer(loop, optimizer), PrivateLoader(loop, loader)
+    require_one_process()
+    _check_loader(loader)
+    n = len(loader.dataset)  # type: ignore[arg-type]
+    if n == 0:
+        raise ModelMixError("the training set is empty: it needs at least one sample.")
+    if plan is None:
+        if epsilon is None or epochs is None:
+            raise ModelMixError("give a plan (mm.plan(...)), or epsilon, delta and epochs.")
+        many = {"samples": n} if population is None else {"population": population}
+        plan = plan_for_loop(loader.batch_size, epochs, epsilon=epsilon, delta=delta, **many)
+    elif not isinstance(plan, Plan):
+        raise ModelMixError(f"{plan!r} is not a Plan: make one with mm.plan(...) or Plan.of(mechanism, steps).")
+    elif epsilon is not None or epochs is not None or population is not None:
+        raise ModelMixError("plan says it all: leave out epsilon, epochs and population.")
+    loop = _Loop(
+        model, optimizer, loader, criterion, plan.bound_to(n), n,
+        Clip(clip).c, tau, padding, momentum, chunk, seed, ledger,
+    )  # fmt: skip
+    return model, PrivateOptimizer(loop, optimizer), PrivateLoader(loop, loader), PrivateCriterion(loop)
 
 
 @dataclass(frozen=True)
@@ -89,81 +146,316 @@ class _Part:
     weights: Tensor
 
 
+@dataclass
+class _Pass:
+    """The private pass over one part, and how far the loop has come with it."""
+
+    summed: ClippedSum
+    outputs: Any
+    losses: Tensor
+    finished: bool = False  # backward was called
+
+
 class _Loop:
-    """What the optimizer and the loader of one private loop share."""
+    """What the model, the optimizer, the loader and the criterion of one private loop share."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         loader: DataLoader[Any],
-        mechanism: Mechanism,
+        loss: engines.Loss,
+        plan: Plan,
+        n: int,
         clip: float,
         tau: float | None,
         padding: str,
         momentum: float,
-        loss_reduction: str,
         chunk: int | None,
         seed: int | None,
+        ledger: str | Path | None,
     ) -> None:
-        _check_loader(loader)
         check_model(model)
-        self.flat = FlatParameters(model)
-        check_mechanism(mechanism, self.flat.size)
-        self.n = len(loader.dataset)  # type: ignore[arg-type]
-        if self.n == 0:
-            raise ModelMixError("the training set is empty: it needs at least one sample.")
-        if loss_reduction not in ("mean", "sum"):
-            raise ModelMixError(f"loss_reduction = {loss_reduction!r} is unknown: choose mean or sum.")
-        asked = loader.batch_size
-        if asked is not None and asked < self.n and abs(asked - mechanism.sample_rate * self.n) >= 1:
-            raise ModelMixError(
-                f"the loader's batch size {asked} means q = {asked / self.n:.6g}, and the mechanism says "
-                f"q = {mechanism.sample_rate:.6g}: make them agree."
+        if isinstance(vars(model).get("forward"), _Forward):
+            raise UnprovedError(
+                "everything that is released about the same samples adds up",
+                "this model was made private before, and its ledger would be forgotten.",
+                "Go on with the loop that was made, or give a fresh model and the earlier ledger as spent in the plan.",
             )
-        self.model, self.mechanism, self.clip, self.tau = model, mechanism, Clip(clip).c, tau
-        if tau is not None:
-            positive("tau", tau, "the mixing threshold")
-        self.mean = loss_reduction == "mean"
+        if not callable(loss):
+            raise ModelMixError(
+                "criterion must be a function of outputs and targets, nn.CrossEntropyLoss() for instance."
+            )
+        self.flat = FlatParameters(model)
+        for phase in plan.phases:
+            check_mechanism(phase.mechanism, self.flat.size)
+        plan.require_signal()
+        self.n, self.plan, self.model, self.loss = n, plan, model, loss
+        asked, expected = loader.batch_size, plan.expected_batch(1)
+        if asked is not None and asked < n and abs(asked - expected) >= 1:
+            raise ModelMixError(
+                f"the loader's batch size is {asked} and the plan's expected batch {expected:.6g}: make them agree."
+            )
+        self.clip, self.tau = clip, None if tau is None else positive("tau", tau, "the mixing threshold")
         self.chunk = None if chunk is None else whole("chunk", chunk, "the samples given at once", least=1)
-        self.rule = Rule("mix" if mechanism.mixed or tau is not None else "plain", padding, momentum)
+        mixed = tau is not None or any(phase.mechanism.mixed for phase in plan.phases)
+        self.rule = Rule("mix" if mixed else "plain", padding, momentum)
         if self.rule.name == "plain" and momentum:
             raise ModelMixError(
                 "without mixing, momentum belongs to the optimizer: torch.optim.SGD(..., momentum=...)."
             )
         _check_optimizer(optimizer, model, self.rule)
-        _check_model_with_hooks(model, loader)
-        self.batch = mechanism.sample_rate * self.n
+        check_items_alone(loader.dataset)
+        self.collate = collate_alone(loader.collate_fn)
+        probe = _pair(self.collate([loader.dataset[0]]))  # its shapes and dtypes, which are public
+        self.engine = engines.Engine(model, loss, probe)
         self.randomness = Randomness(seed)
-        self.ledger = Ledger()
+        self.name = uuid.uuid4().hex
+        self.claim = replace(plan.ledger, phases=(), seeded=seed is not None)
+        self.earlier = self._before()  # what ran before this loop was made
+        self.own = self.claim  # what ran in it
+        self.runs = {self.name}  # whose lines are in either
+        self.file = None if ledger is None else Path(ledger)
+        self.written_ledger: str | None = None
+        if self.file is not None and self.file.exists():
+            self.written_ledger = self.file.read_text(encoding="utf-8")
+            self._take_on(Ledger.load(self.file), same=True)
+            with suppress(OSError, ValueError):
+                self.runs |= set(json.loads(self._names().read_text(encoding="utf-8")))
         start = self.flat.read()
         self.state = State(start, start, torch.zeros_like(start))
-        self.total = torch.zeros_like(start)
-        self.added = 0  # parts of the present draw that are in the total
-        self.pending: _Part | None = None  # what was given out and is not stepped on yet
-        self.capture = Capture(model)
-        self.capture.attach()
-        # A layer inside may see samples times positions; how many samples there are is seen at the model's own input.
-        model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
+        self.forget_draw()
+        self.inside = False
+        self.original = model.forward
+        model.forward = _Forward(self)
         for p in model.parameters():
             if p.requires_grad:
-                # Ordinary gradients of private data are never kept, so that nobody uses one by mistake.
-                p.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         self.watch = Watch(model)
         self.written = self.flat.versions()
 
-    def _count_samples(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        leaves = [t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor) and t.dim()]
-        self.capture.samples = leaves[0].shape[0] if leaves else None
+    def forget_draw(self) -> None:
+        self.total = torch.zeros_like(self.state.last)
+        self.added = 0  # parts of the present draw that are in the total
+        self.pending: _Part | None = None  # what was given out and is not stepped on yet
+        self.batch: tuple[Any, Any] | None = None  # its samples
+        self.passed: _Pass | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.earlier.then(self.own)
+
+    def take_on(self, private: dict[str, Any]) -> None:
+        """Count what another loop, or this one before, has run, as its state says."""
+        try:
+            ledger, run, spent = Ledger.from_json(private["ledger"]), str(private["run"]), str(private["spent"])
+        except KeyError as error:
+            raise ModelMixError(f"this state dict has no {error}: it is not one of a private optimizer.") from None
+        if run not in self.runs:  # otherwise all of it is counted already, with what has run since
+            self._take_on(ledger, same=spent == self.plan.spent.to_json() and self.earlier == self._before())
+            self.runs.add(run)
+
+    def _before(self) -> Ledger:
+        return self.plan.spent.then(self.claim)
+
+    def _take_on(self, ledger: Ledger, same: bool) -> None:
+        """Count another ledger: in place of what was spent, if it begins with that, or after all that is known."""
+        ledger.require_proof()
+        earlier = ledger if same and ledger.starts_with(self.earlier) else self.earlier.then(ledger)
+        if ledger.phases and (earlier.adjacency, earlier.unit) != (self.claim.adjacency, self.claim.unit):
+            raise ModelMixError("this state is of a run that claims something else: make the plan it was made with.")
+        left = self.plan.after(earlier.steps - self.plan.spent.steps)
+        cost = ledger_epsilon(earlier.then(self.own).then(left), self.plan.delta)
+        if cost > self.planned.epsilon * (1 + 1e-9):
+            raise BudgetExceeded(
+                f"what has run costs epsilon {cost:.6g} with this plan, which foresees {self.planned.epsilon:.6g}: "
+                "give the earlier ledger as spent in mm.plan(...), or the plan it was run with."
+            )
+        self.earlier = earlier
+
+    def _names(self) -> Path:
+        assert self.file is not None
+        return self.file.with_name(self.file.name + ".runs")
+
+    def save_ledger(self) -> None:
+        """Write the ledger before a step exists; refuse if somebody else has written to the file."""
+        if self.file is None:
+            return
+        now = self.file.read_text(encoding="utf-8") if self.file.exists() else None
+        if now != self.written_ledger:
+            raise UnprovedError(
+                "everything that is released about the same samples adds up",
+                f"{self.file} was written to by another loop.",
+                "Give every loop a ledger file of its own, and the earlier ones as spent in its plan.",
+            )
+        self.ledger.save(self.file)
+        write_atomically(self._names(), json.dumps(sorted(self.runs)))
+        self.written_ledger = self.file.read_text(encoding="utf-8")
+
+    @cached_property
+    def planned(self) -> Guarantee:
+        return self.plan.guarantee()
 
     def step_mechanism(self, eta: float) -> Mechanism:
+        """What the coming step runs; ``BudgetExceeded`` past the plan, or if it would cost more than planned."""
+        planned = self.coming_mechanism()
         if self.tau is None:
-            return self.mechanism
-        return replace(self.mechanism, mixing_width=mixing_width(self.clip, self.tau, eta, self.batch))
+            return planned
+        width = mixing_width(self.clip, self.tau, eta, self.expected_batch(planned))
+        if width < planned.mixing_width * (1 - 1e-12):
+            raise BudgetExceeded(
+                f"tau = {self.tau:g} at a learning rate of {eta:g} mixes over {width:.4g} clips and the plan counts on "
+                f"{planned.mixing_width:.4g}: lower the learning rate, raise tau, or plan for the smaller width."
+            )
+        return replace(planned, mixing_width=width)
+
+    def coming_mechanism(self) -> Mechanism:
+        return self.plan.mechanism_at(self.ledger.steps - self.plan.spent.steps + 1)
+
+    def expected_batch(self, mechanism: Mechanism) -> float:
+        assert self.plan.population is not None
+        return mechanism.sample_rate * self.plan.population
+
+    def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The model's forward: the private pass if it is given the draw of the moment, its own otherwise."""
+        if self.inside or not torch.is_grad_enabled() or self.pending is None or self.batch is None:
+            return self.original(*arguments, **named)
+        if arguments and named:
+            raise ModelMixError("give the model its inputs all by position or all by name in a private loop.")
+        inputs: Any = named or (arguments[0] if len(arguments) == 1 else arguments)
+        if not _are_of(inputs, self.batch):
+            return self.original(*arguments, **named)
+        if self.passed is None:
+            self.passed = self._private_pass(inputs)
+        return self.passed.outputs
+
+    def _private_pass(self, inputs: Any) -> _Pass:
+        assert self.pending is not None
+        assert self.batch is not None
+        check_model(self.model)
+        self.watch.check()
+        device = self.state.last.device
+        inputs, targets, weights = tree_map(lambda t: t.to(device), (inputs, self.batch[1], self.pending.weights))
+        here = self.state.last if self.rule.name == "mix" else self.flat.read()
+        self.inside = True
+        try:
+            with draws_apart(device):
+                torch.manual_seed(self.pending.draws.generator("model").initial_seed())
+                summed, outputs, losses = self.engine.with_outputs(
+                    self.flat.views(here), inputs, targets, weights, Clip.of(self.coming_mechanism(), self.clip)
+                )
+        finally:
+            self.inside = False
+        anchor = torch.zeros((), device=device, requires_grad=True)
+        guarded = tree_map(lambda t: _guarded(t, anchor), outputs)
+        drawn = losses[weights > 0]
+        return _Pass(summed, guarded, drawn if drawn.numel() else losses * 0)
+
+    def loss_of(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss of the draw of the moment, whose backward lets ``step`` use the private pass.
+
+        Of anything else it is the ordinary loss, whose backward is refused by whatever it meets first.
+        """
+        passed, batch = self.passed, self.batch
+        ours = passed is not None and _identical(outputs, passed.outputs) and torch.is_grad_enabled()
+        if not ours or passed is None or not _are_of(targets, batch):
+            value: Tensor = self.loss(outputs, targets)
+            return value
+        reduction = getattr(self.loss, "reduction", "mean")
+        losses = passed.losses
+        value = losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+        found: Tensor = _Loss.apply(value, torch.zeros((), requires_grad=True), passed)  # type: ignore[no-untyped-call]
+        return found
 
 
-def _forget(p: Tensor) -> None:
+def _are_of(given: Any, batch: Any) -> bool:
+    """Whether every tensor is one of the batch, whole and unchanged; a copy on another device or in another dtype is.
+
+    What is computed from the batch, or put together of it, is not.
+    """
+    have = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    leaves = tree_leaves(given)
+    return bool(leaves) and all(isinstance(t, Tensor) and any(_equal(t, other) for other in have) for t in leaves)
+
+
+def _equal(t: Tensor, other: Tensor) -> bool:
+    if t.shape != other.shape:
+        return False
+    other = other.to(t.device, t.dtype)
+    return torch.equal(t, other) or bool(((t == other) | ((t != t) & (other != other))).all())
+
+
+def _identical(given: Any, returned: Any) -> bool:
+    mine, ours = tree_leaves(given), tree_leaves(returned)
+    return len(mine) == len(ours) and all(a is b for a, b in zip(mine, ours, strict=True))
+
+
+class _Guarded(torch.autograd.Function):
+    """An output of the private pass: a number to look at, which no gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnprovedError(
+            ALONE,
+            "backward was called on something other than the criterion's loss of the model's outputs.",
+            _CRITERION,
+        )
+
+
+def _guarded(t: Any, anchor: Tensor) -> Any:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    return _Guarded.apply(t.detach(), anchor)  # type: ignore[no-untyped-call]
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of a part. Its backward computes nothing: the gradients of single samples are in the pass already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, passed: _Pass) -> Tensor:
+        ctx.passed, ctx.rows = passed, max(1, passed.losses.numel())
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (given,) = gradients
+        allowed = [1.0] if given.dim() == 0 else [1.0, 1.0 / ctx.rows]
+        if not any(torch.equal(given, torch.full_like(given, value)) for value in allowed):
+            raise UnprovedError(
+                ALONE,
+                "the loss was scaled, weighted or added up before backward, by something that may depend on the batch.",
+                "Put constant factors into the criterion, and call backward on what it returns.",
+            )
+        ctx.passed.finished = True
+        return None, None, None
+
+
+def _refuse_gradient(p: Tensor) -> None:
     p.grad = None
+    raise UnprovedError(
+        ALONE, "a gradient reached a trained parameter and did not come from the criterion.", _CRITERION
+    )
+
+
+class _Forward:
+    """The forward of a private model, until it is copied or saved: a copy is an ordinary model."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._loop.forward(arguments, named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._loop.model))
+        return self if copied is None else types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._loop.model, "forward")
 
 
 class PrivateLoader:
@@ -178,16 +470,19 @@ class PrivateLoader:
 
     def __len__(self) -> int:
         """Draws in an epoch, about 1/q: a convention without weight for privacy."""
-        return max(1, round(1 / self._loop.mechanism.sample_rate))
+        return max(1, round(1 / self._loop.plan.phases[0].mechanism.sample_rate))
 
     def __iter__(self) -> Iterator[Any]:
         loop, loader = self._loop, self._loader
         parts: deque[_Part] = deque()
-        begun = loop.added
+        begun, first = loop.added, loop.ledger.steps - loop.plan.spent.steps + 1
+        loop.plan.require(first)
+        count = min(len(self), loop.plan.steps - first + 1)  # an epoch, or what is left of the plan
 
         def ordered() -> Iterator[list[int]]:
-            for k, draws in zip(range(len(self)), loop.randomness.coming_steps(), strict=False):
-                indices = draws.poisson_indices("sampling", loop.n, loop.mechanism.sample_rate)
+            for k, draws in zip(range(count), loop.randomness.coming_steps(), strict=False):
+                q = loop.plan.mechanism_at(first + k).sample_rate
+                indices = draws.poisson_indices("sampling", loop.n, q)
                 weight = 1.0 if indices.numel() else 0.0
                 given = indices if weight else torch.zeros(1, dtype=torch.int64, device="cpu")
                 pieces = torch.split(given, loop.chunk or given.numel())
@@ -202,7 +497,7 @@ class PrivateLoader:
             loader.dataset,
             batch_sampler=_Lazy(ordered()),
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            collate_fn=loop.collate,
             pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
         )
@@ -220,12 +515,34 @@ class PrivateLoader:
                     "another loop over the loader, or a step that failed, has used this draw or put it out of turn.",
                     "Loop over the loader anew, and in one loop at a time.",
                 )
-            loop.pending = part
+            inputs, targets = _pair(batch)
+            if engines.rows((inputs, targets)) != part.weights.numel():
+                raise UnprovedError(
+                    ONE_DRAW,
+                    "collate_fn gives another number of rows than it is given samples.",
+                    "Return one row for every sample.",
+                )
+            loop.pending, loop.passed = part, None
+            # Copies of our own: what the loop does to its batch in place must not pass for the batch.
+            loop.batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (inputs, targets))
             yield batch
 
 
+class PrivateCriterion:
+    """The criterion of a private loop: the loss of the model's outputs, sample by sample.
+
+    On other outputs, without gradients, it is the criterion it was made of: for evaluation.
+    """
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        return self._loop.loss_of(outputs, targets)
+
+
 class PrivateOptimizer(Optimizer):
-    """The optimizer of a private loop. ``ledger`` and ``epsilon`` say what was spent."""
+    """The optimizer of a private loop. ``guarantee``, ``ledger`` and ``epsilon`` say what is and was spent."""
 
     def __init__(self, loop: _Loop, optimizer: Optimizer) -> None:
         self._ready = False
@@ -236,11 +553,33 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def ledger(self) -> Ledger:
+        """What ran, in this loop and in those whose state it was given."""
         return self._loop.ledger
 
-    def epsilon(self, delta: float = 1e-5) -> float:
-        """epsilon of all the steps so far."""
-        return ledger_epsilon(self._loop.ledger, delta)
+    @property
+    def plan(self) -> Plan:
+        """What may run."""
+        return self._loop.plan
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
+        loop = self._loop
+        held = ["every item of the dataset was made from one sample alone, not centred by the mean of all, say"]
+        if loop.engine.name == "loop":
+            held.append("model and criterion keep no memory of one sample while they run the next")
+        planned = loop.planned
+        excluded = ("what the loop prints or does with outputs and losses of training samples",)
+        return replace(planned, seeded=loop.ledger.seeded, assumed=(*planned.assumed, *held), excluded=excluded)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """epsilon of the steps so far; it holds if their number was fixed beforehand, see ``guarantee``."""
+        return ledger_epsilon(self._loop.ledger, self._loop.plan.delta if delta is None else delta)
+
+    def extend(self, steps: int) -> None:
+        """Plan ``steps`` more steps of the last mechanism; the guarantee becomes that of the longer plan."""
+        self._loop.plan = self._loop.plan.extended(steps)
+        self._loop.__dict__.pop("planned", None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._ready:
@@ -252,13 +591,13 @@ class PrivateOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if getattr(self, "_ready", False):
-            self._loop.capture.clear()
+        if getattr(self, "_ready", False) and self._loop.passed is not None:
+            self._loop.passed.finished = False
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One private step from the gradients that backward collected; the last part of a draw completes it."""
+        """One private step from the pass that backward finished; the last part of a draw completes it."""
         loop = self._loop
         if closure is not None:
             raise UnprovedError(
@@ -273,91 +612,73 @@ class PrivateOptimizer(Optimizer):
         check_model(loop.model)
         loop.watch.check()
         _check_optimizer(self._original, loop.model, loop.rule)
-        part = loop.pending
-        self._add_part(part.weights)
-        if part.last:
-            self._complete()
-        loop.capture.clear()
-
-    def _add_part(self, weights: Tensor) -> None:
-        loop = self._loop
-        found = loop.capture.gradients
-        m = weights.numel()
-        if not found:
-            raise ModelMixError("step() found no gradients: call loss.backward() first, with gradients enabled.")
-        counts = {g.samples for g in found.values()}
-        if counts != {m}:
+        if loop.passed is None:
             raise UnprovedError(
                 ONE_DRAW,
-                f"backward saw {sorted(counts)} samples and the draw has {m}.",
-                "Run the loader's batch, all of it and nothing else, through the model before each step.",
+                "the model was not run on the loader's batch.",
+                "Call the model on the batch as the loader gives it, all of it and nothing else, before each step.",
             )
-        views = loop.flat.views(loop.state.last)
-        scale = m if loop.mean else 1
-        gradients = [
-            found[name].times(scale) if name in found else Dense(p.new_zeros(m, *p.shape)) for name, p in views.items()
-        ]
-        part = Clip.of(loop.mechanism, loop.clip).sum(gradients, weights)
-        if not bool(torch.isfinite(part.norms).all()):
-            loop.capture.clear()
-            raise ModelMixError(
-                "the loss or gradient of a sample is not finite: no step was taken. Lower the learning rate or mend "
-                "the data."
-            )
+        if not loop.passed.finished:
+            raise ModelMixError("step() found no gradients: call backward() on the criterion's loss first.")
+        part, passed = loop.pending, loop.passed
         # In this order: wherever an interrupt falls, no part is added twice.
-        loop.pending, loop.added, loop.total = None, loop.added + 1, loop.total + part.total
+        loop.pending, loop.passed, loop.batch = None, None, None
+        loop.added, loop.total = loop.added + 1, loop.total + passed.summed.total
+        if part.last:
+            self._complete()
 
     def _complete(self) -> None:
         loop = self._loop
         total, loop.total, loop.added = loop.total, torch.zeros_like(loop.total), 0
         eta = float(self.param_groups[0]["lr"])
         mechanism = loop.step_mechanism(eta)
+        batch = loop.expected_batch(mechanism)
         draws = loop.randomness.step()
-        loop.ledger = loop.ledger.add(mechanism)
-        if loop.rule.name == "mix":
-            if loop.flat.versions() != loop.written:
-                raise UnprovedError(
-                    "released states come from noisy, mixed steps only",
-                    "the model's trained weights were changed from outside since the last step.",
-                    "Load weights before make_private, or load the optimizer's state after the model's.",
-                )
-            rule = Rule(
-                "mix", loop.rule.padding, loop.rule.momentum, float(self.param_groups[0].get("weight_decay", 0.0))
+        mix = loop.rule.name == "mix"
+        if mix and loop.flat.versions() != loop.written:
+            raise UnprovedError(
+                "released states come from noisy, mixed steps only",
+                "the model's trained weights were changed from outside since the last step.",
+                "Load weights before make_private, or load the optimizer's state after the model's.",
             )
-            state = take_step(
+        loop.own = loop.own.add(mechanism)
+        loop.save_ledger()
+        loop.randomness.advance()  # first: whatever fails or interrupts from here, this noise is not used again
+        if mix:
+            decay = float(self.param_groups[0].get("weight_decay", 0.0))
+            loop.state = take_step(
                 loop.state,
                 total,
                 draws,
-                rule=rule,
+                rule=Rule("mix", loop.rule.padding, loop.rule.momentum, decay),
                 mechanism=mechanism,
                 clip=loop.clip,
                 eta=eta,
-                expected_batch=loop.batch,
+                expected_batch=batch,
             )
-            loop.randomness.advance()  # first: whatever fails or interrupts from here, this noise is not used again
-            loop.state = state
             loop.flat.write(loop.state.last)
             loop.written = loop.flat.versions()
         else:
-            sigma = loop.clip / loop.batch
-            noisy = total / loop.batch + sigma * noise(mechanism, draws, loop.flat.size).to(total.device)
-            loop.randomness.advance()
+            sigma = loop.clip / batch
+            noisy = total / batch + sigma * noise(mechanism, draws, loop.flat.size).to(total.device)
+            gradients = loop.flat.views(noisy)
             for name, p in loop.model.named_parameters():
                 if p.requires_grad:
-                    p.grad = loop.flat.views(noisy)[name].clone()
+                    p.grad = gradients[name].clone()
             self._original.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state dict, and under "modelmix" the ledger, the states and the randomness.
+        """The optimizer's own state dict, and under "modelmix" the ledger and the released states; no key.
 
-        Secret, like any checkpoint of a private run: it holds the noise of the steps to come.
+        Whoever goes on from it has fresh noise. It is no secret: everything in it was released.
         """
         loop = self._loop
         if loop.pending is not None or loop.added:
             raise ModelMixError("a draw is half done: save after optimizer.step().")
         private = {
             "ledger": loop.ledger.to_json(),
-            "randomness": loop.randomness.state(),
+            "run": loop.name,
+            "spent": loop.plan.spent.to_json(),
             "last": loop.state.last.clone(),
             "previous": loop.state.previous.clone(),
             "velocity": loop.state.velocity.clone(),
@@ -365,18 +686,21 @@ class PrivateOptimizer(Optimizer):
         return {**self._original.state_dict(), "modelmix": private}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state, here or elsewhere, with fresh noise; what ran since it was saved stays in the ledger."""
         loop = self._loop
-        if "modelmix" not in state_dict:
+        if not isinstance(state_dict.get("modelmix"), dict):
             raise ModelMixError("this state dict has no ledger: it is not one of a private optimizer.")
         private = state_dict["modelmix"]
+        loop.randomness.refresh()  # before anything else: the key of a step serves one computation
+        loop.take_on(private)
         self._original.load_state_dict({key: value for key, value in state_dict.items() if key != "modelmix"})
         self.param_groups, self.state = self._original.param_groups, self._original.state
-        loop.ledger = Ledger.from_json(private["ledger"])
-        loop.randomness = Randomness.from_state(private["randomness"])
         device = loop.state.last.device
         last, previous, velocity = (private[name].to(device) for name in ("last", "previous", "velocity"))
+        if any(t.shape != loop.state.last.shape for t in (last, previous, velocity)):
+            raise ModelMixError("this state dict is of another model: its states have other sizes.")
         loop.state = State(last, previous, velocity, step=loop.ledger.steps)
-        loop.total, loop.added, loop.pending = torch.zeros_like(last), 0, None
+        loop.forget_draw()
         if loop.rule.name == "mix":
             loop.flat.write(last)
             loop.written = loop.flat.versions()
@@ -433,22 +757,4 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None
             "one step has one mixing width in units of its learning rate",
             "the optimizer's groups have different learning rates or weight decays.",
             "Use one for all groups.",
-        )
-
-
-def _check_model_with_hooks(model: nn.Module, loader: DataLoader[Any]) -> None:
-    """A few samples, compared with the universal engine: are the hooks right for this model?"""
-    dataset: Any = loader.dataset
-    inputs, _ = _pair(loader.collate_fn([dataset[i % len(dataset)] for i in range(3)]))
-
-    def probe(outputs: Any, _: Any) -> Tensor:
-        return torch.stack([t.square().sum() for t in tree_leaves(outputs)]).sum()
-
-    dummy = torch.zeros(engines.rows(inputs), device=tree_leaves(inputs)[0].device)
-    if engines.choose(model, probe, inputs, dummy) != "hooks":
-        raise UnprovedError(
-            ALONE,
-            "the gradients that hooks see are not those of single samples (samples meet, or a weight is used outside "
-            "of its layer).",
-            "Use Trainer, whose universal engine runs every sample alone.",
         )

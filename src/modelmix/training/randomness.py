@@ -5,7 +5,13 @@ that comes from 256 bits of the operating system: SHAKE-256 on the processor, an
 which is made there. The key moves forward by one hash a step: a checkpoint holds what resuming needs and nothing from
 which the noise of past steps could be computed. It does hold the future: keep it secret.
 
-A seed makes a run repeatable, for tests; whoever knows it can take the noise away.
+**The key of a step serves one computation.** The same noise on two different gradients gives their difference in the
+clear. So whenever a run goes on from something that was kept (a checkpoint, a state dict), fresh entropy is mixed into
+the key: what follows has its own noise, whatever became of the data, the settings or the code in between. Only a seeded
+run repeats its key, where everything we can see of the computation is as it was.
+
+A seed makes a run repeatable, for tests; whoever knows it can take the noise away, and so can whoever sees two
+different runs with the same seed.
 """
 
 from __future__ import annotations
@@ -101,18 +107,33 @@ class Randomness:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ModelMixError(f"seed = {seed!r} is not a whole number: leave it out for randomness from the system.")
         self.seeded = seed is not None
+        self._process = os.getpid()
         self._key = os.urandom(KEY_BYTES) if seed is None else _derive(f"seed {seed} ".encode(), "key", KEY_BYTES)
 
     def step(self) -> StepRandomness:
         """The draws of the coming step."""
+        self._own()
         return StepRandomness(_derive(self._key, "step", KEY_BYTES))
+
+    def _own(self) -> None:
+        """A forked process has a copy of the key: it gets noise of its own."""
+        if os.getpid() != self._process:
+            if self.seeded:
+                raise ModelMixError("a seeded run cannot go on in a forked process: its noise would be used twice.")
+            self.refresh()
+            self._process = os.getpid()
 
     def advance(self) -> None:
         """Moves on to the next step and forgets the key of this one."""
         self._key = _derive(self._key, "next", KEY_BYTES)
 
+    def refresh(self) -> None:
+        """Mix fresh entropy of the operating system into the key: no earlier copy of it leads to what follows."""
+        self._key = _derive(self._key + os.urandom(KEY_BYTES), "fresh", KEY_BYTES)
+
     def coming_steps(self) -> Iterator[StepRandomness]:
         """The draws of the coming steps in order, for fetching data ahead of time."""
+        self._own()
         ahead = Randomness.from_state(self.state())
         while True:
             yield ahead.step()
@@ -132,6 +153,7 @@ class Randomness:
         try:
             out._key = bytes.fromhex(str(state["key"]))
             out.seeded = bool(state["seeded"])
+            out._process = os.getpid()
         except (KeyError, ValueError):
             raise ModelMixError("the checkpoint's randomness is not readable: restore the file.") from None
         if len(out._key) != KEY_BYTES:

@@ -1,8 +1,8 @@
 """The record of a run: begun once, kept at every checkpoint, resumed only by the run it belongs to.
 
-Resuming repeats the randomness of the steps since the last checkpoint. That is safe for the same run, which gives the
-same states again, and for no other: the same noise on other gradients would give both away. So settings, seed and data
-must be what they were.
+Steps since the last checkpoint are taken again when a run is resumed, with other noise (see ``randomness``), and their
+ledger lines count once: nobody has seen the first states, which were never kept. Settings, seed and data must be what
+they were, because the ledger and the page speak of one run; the plan may be a longer one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from modelmix._version import __version__
 from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.plan import Plan
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.report.events import EventFile
 from modelmix.training.folder import SCHEMA, VERSION, RunFolder
@@ -33,7 +34,8 @@ class Record:
 
     Args:
         path: the run's folder.
-        settings: everything a step's outcome depends on besides data and randomness, as plain data.
+        settings: everything a step's outcome depends on besides plan, data and randomness, as plain data.
+        plan: what may run; a resumed run may have a longer one.
         seed: of the run.
         fingerprint: a digest of the data under a salt.
     """
@@ -42,15 +44,15 @@ class Record:
         self,
         path: str | Path,
         settings: Mapping[str, Any],
+        plan: Plan,
         seed: int | None,
         fingerprint: Fingerprint,
-        spent: int = 0,
     ) -> None:
         self.folder = RunFolder(path)
         self._settings = json.loads(json.dumps(settings))
         self._seed = seed
         self._fingerprint = fingerprint
-        self._spent = spent  # ledger lines before the first step
+        self._plan = plan
         self._salt = os.urandom(_SALT_BYTES)
         self._digest: str | None = None
         self._published: list[dict[str, Any]] = []
@@ -85,6 +87,7 @@ class Record:
             "torch": torch.__version__,
             "modelmix": __version__,
             "settings": self._settings,
+            "plan": self._plan.as_dict(),
             **about,
         }
         self.folder.require_vacant()
@@ -93,6 +96,12 @@ class Record:
             self.folder.sweep()
             self.folder.write_json("config.json", config)
             self._stamp = self._present()
+
+    def replan(self, plan: Plan) -> None:
+        """Write a longer plan into the settings."""
+        self._plan = plan
+        self.folder.write_json("config.json", {**self.folder.read_json("config.json"), "plan": plan.as_dict()})
+        self._stamp = self._present()
 
     def resume(self) -> tuple[dict[str, Tensor], dict[str, Any], Ledger] | None:
         """The last checkpoint and the ledger; None if the run stopped before its first step."""
@@ -115,11 +124,23 @@ class Record:
                 f"{path} holds a run with other settings ({', '.join(odd)}): resume it with its own, or choose another "
                 "folder."
             )
+        if not isinstance(config.get("plan"), dict):
+            raise ModelMixError(f"{path} was written by an older program and has no plan: begin a new run.")
+        before = Plan.from_dict(config["plan"])
+        if before != self._plan:
+            if not self._plan.extends(before):
+                raise ModelMixError(
+                    f"{path} holds a run with another plan: resume it with its own or with that one extended, or "
+                    "choose another folder."
+                )
+            self.folder.write_json("config.json", {**config, "plan": self._plan.as_dict()})
 
     def _last_state(self) -> tuple[dict[str, Tensor], dict[str, Any], Ledger] | None:
         folder, path = self.folder, self.folder.path
         if not folder.has("checkpoint.npz"):
-            if folder.has("metrics.json") or (folder.has("ledger.json") and folder.load_ledger().steps > self._spent):
+            if folder.has("metrics.json") or (
+                folder.has("ledger.json") and folder.load_ledger().steps > self._plan.spent.steps
+            ):
                 raise ModelMixError(f"{path} was under way and has no checkpoint: restore checkpoint.npz.")
             return None
         arrays, meta = folder.load_checkpoint()
@@ -132,13 +153,15 @@ class Record:
             raise ModelMixError(f"the checkpoint of {path} is not readable: restore it.") from None
         if digest != self._fingerprint(self._salt):
             raise UnprovedError(
-                "noise is used once",
-                f"the data or the frozen part of the model is not what {path} was trained on, and resuming would add "
-                "the same noise to other gradients.",
+                "a ledger is about one data set",
+                f"the data or the frozen part of the model is not what {path} was trained on.",
                 "Resume with the same data and the same frozen weights, or begin a new run.",
             )
+        shown = folder.read_json("metrics.json").get("rows", []) if folder.has("metrics.json") else []
+        if any(isinstance(row, dict) and int(row.get("step", 0)) > step for row in shown):
+            raise ModelMixError(f"the checkpoint of {path} is older than what the run has shown: restore the last one.")
         ledger = folder.load_ledger()
-        if ledger.steps < self._spent + step:
+        if ledger.steps < self._plan.spent.steps + step:
             raise ModelMixError(f"the ledger of {path} is shorter than its checkpoint: restore ledger.json.")
         return arrays, meta, ledger
 
@@ -163,9 +186,20 @@ class Record:
             self._events.add(rows[-1])
         self._published = [dict(row) for row in rows]
 
-    def finish(self, models: Mapping[str, Mapping[str, Tensor]], diagnostics: Mapping[str, Any]) -> None:
-        """The models, the diagnostics and the page."""
+    def finish(
+        self,
+        models: Mapping[str, Mapping[str, Tensor]],
+        diagnostics: Mapping[str, Any],
+        certificate: Mapping[str, Any] | None,
+    ) -> None:
+        """The models, the diagnostics, the certificate and the page."""
         from modelmix.report.page import write_report
+
+        if certificate is None:
+            self.folder.remove("certificate.json")
+        else:
+            head = {"schema": "modelmix-certificate", "version": 1}
+            self.folder.write_json("certificate.json", {**head, **certificate})
 
         for name, state in models.items():
             self.folder.save_model(name, state)

@@ -135,7 +135,7 @@ class Proposed:
     Looking at it waits for an accelerator; whoever has more work to hand over should do that first.
 
     Args:
-        finite: whether the sum of clipped gradients was.
+        finite: whether the sum of clipped gradients and the new state are. The second is noisy, hence public.
         mixed: whether every coordinate was mixed over the width that the account counts on; None if it counts on none.
     """
 
@@ -146,7 +146,9 @@ class Proposed:
     def accepted(self) -> State:
         """The next state. Refuses a step that was not what its account says: its state is for nobody's eyes."""
         if not bool(self.finite):
-            raise ModelMixError("the sum of clipped gradients is not finite: no step was taken.")
+            raise ModelMixError(
+                "the sum of clipped gradients or the new state is not finite: no step was taken. Use a lower lr."
+            )
         if self.mixed is not None and not bool(self.mixed):
             raise UnprovedError(
                 EVERY_COORDINATE_MIXED,
@@ -189,7 +191,7 @@ def propose_step(
         decay = min(rule.ema, (1 + step) / (10 + step))  # a short memory while there is little to remember
         average = decay * average + (1 - decay) * new
     then = replace(state, last=new, previous=state.last, velocity=velocity, average=average, step=step)
-    return Proposed(then, torch.isfinite(total).all(), mixed)
+    return Proposed(then, torch.isfinite(total).all() & torch.isfinite(new).all(), mixed)
 
 
 def take_step(state: State, total: Tensor, draws: StepRandomness, **how: Any) -> State:

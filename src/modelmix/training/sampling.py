@@ -6,6 +6,7 @@ step like any other. Where shapes must not change, a chunk is padded by repeatin
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from collections import deque
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.training.guard import ALONE
 from modelmix.training.sending import sent
 
 _ON_DEVICE = 4 * 2**30
@@ -114,12 +116,17 @@ class TensorSource:
             self._digest = versions, _digest_of(self._leaves)
         return hashlib.blake2b(self._digest[1], key=salt, digest_size=16).hexdigest()
 
+    def repeatable(self) -> str | None:
+        """A digest of all samples, if reading them again gives the same ones."""
+        return self.fingerprint(b"repeatable")
+
 
 class DatasetSource:
     """Samples of a map-style ``Dataset``, fetched by worker processes if wanted."""
 
     def __init__(self, dataset: Dataset[Any], workers: int = 0) -> None:
         self.dataset, self.workers = dataset, workers
+        self._digest: str | None = None
         self.n = len(dataset)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> DatasetSource:
@@ -158,6 +165,20 @@ class DatasetSource:
             batch = arrived.popleft() if arrived else next(loader)
             inputs, targets = _pair(batch)
             yield Chunk(inputs, targets, weights.popleft())
+
+    def repeatable(self) -> str | None:
+        """A digest of all samples; None if an item is not the same twice: a ``Dataset`` may augment."""
+        if self._digest is None:
+            digest, salt = hashlib.blake2b(digest_size=16), b"repeatable"
+            for i in range(self.n):
+                once, again = (_digest_of(self.dataset[i], salt) for _ in range(2))
+                if once != again:
+                    self._digest = ""
+                    break
+                digest.update(once)
+            else:
+                self._digest = digest.hexdigest()
+        return self._digest or None
 
     def fingerprint(self, salt: bytes) -> str:
         """Of the number of samples and of some of them, where they are the same twice: a ``Dataset`` may augment."""
@@ -239,3 +260,90 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ModelMixError("a sample must be a pair (input, target).")
     return batch[0], batch[1]
+
+
+_COPIED = 64 * 2**20  # bytes of a dataset that is copied to be tried out
+_TRIED = 8  # items that are compared
+
+
+def check_items_alone(dataset: Dataset[Any]) -> None:
+    """Refuse a dataset whose items look at other items: normalised by the set's mean, mixed, ranked.
+
+    A copy is disturbed in one row, and no other item may change. It is a probe and no proof: what is not kept in
+    tensors or arrays with one row for every item, or cannot be copied, is not seen. Nothing but yes or no leaves it.
+
+    Raises:
+        UnprovedError: if an item changes with another.
+    """
+    n = len(dataset)  # type: ignore[arg-type]
+    if n < 2 or sum(t.numel() * t.element_size() for t in _arrays(dataset, n)) > _COPIED:
+        return
+    try:
+        twin = copy.deepcopy(dataset)
+    except Exception:  # open files, connections
+        return
+    for changed in {0, n - 1}:
+        others = [i for i in range(0, n, max(1, n // _TRIED)) if i != changed]
+        before = {i: (_digest_of(twin[i]), _digest_of(twin[i])) for i in others}
+        rows = [(t, t[changed].clone()) for t in _arrays(twin, n)]
+        for t, row in rows:
+            t[changed] = ~row if t.dtype == torch.bool else row + 1 if not t.is_floating_point() else 2 * row + 3
+        odd = [i for i, (once, again) in before.items() if once == again and _digest_of(twin[i]) != once]
+        for t, row in rows:
+            t[changed] = row
+        # An index that is disturbed makes an item another one; then it comes back with it.
+        if odd and all(_digest_of(twin[i]) == before[i][0] for i in odd):
+            raise UnprovedError(
+                ALONE,
+                "an item of the dataset changes with another item.",
+                "Compute every item from its own row alone; statistics of the data need budget of their own.",
+            )
+
+
+def _arrays(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) -> list[Tensor]:
+    """Tensors that a dataset and those within it keep with at least one row for every item."""
+    met = set() if met is None else met
+    if depth < 0 or id(holder) in met:
+        return []
+    met.add(id(holder))
+    if isinstance(holder, np.ndarray):
+        numbers = holder.dtype.kind in "fiub" and holder.flags.writeable
+        return [torch.from_numpy(holder)] if numbers and holder.ndim and holder.shape[0] >= n else []
+    if isinstance(holder, Tensor):
+        return [holder] if holder.dim() and holder.shape[0] >= n and not holder.requires_grad else []
+    if isinstance(holder, dict):
+        inside: list[Any] = list(holder.values())
+    elif isinstance(holder, list | tuple):
+        inside = list(holder[:_LOOKED_AT])
+    else:
+        inside = list(vars(holder).values()) if hasattr(holder, "__dict__") and not callable(holder) else []
+    return [t for value in inside for t in _arrays(value, n, depth - 1, met)]
+
+
+def collate_alone(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
+    """Return a collate function that never shows one item to another.
+
+    torch's ``default_collate`` stacks items and is used as it is. Any other is called with one item at a time, and the
+    batches of one that it makes are put behind each other.
+
+    Raises:
+        UnprovedError: when the batches of one have different shapes, so that padding would depend on the others.
+    """
+    if collate_fn is None or collate_fn is torch.utils.data.default_collate:
+        return torch.utils.data.default_collate
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            raise ModelMixError("collate_fn must give tensors, or tuples or dicts of them.")
+        if any(t.dim() == 0 or t.shape[1:] != parts[0].shape[1:] or t.shape[0] != 1 for t in parts):
+            raise UnprovedError(
+                ALONE,
+                "collate_fn gives samples of different shapes, or not one row for one item.",
+                "Pad every sample to one length in the dataset.",
+            )
+        return torch.cat(parts)
+
+    def collate(items: list[Any]) -> Any:
+        return tree_map(join, *(collate_fn([item]) for item in items))
+
+    return collate

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -17,26 +20,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from modelmix.accounting.accountant import epsilon as ledger_epsilon
+from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.guarantee import Guarantee
+from modelmix.accounting.guarantee import epsilon as ledger_epsilon
+from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
-from modelmix.accounting.validation import probability, whole
+from modelmix.accounting.plan import Plan
+from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.report.words import up
 from modelmix.training import engines
+from modelmix.training.augment import apply_augmentation
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
-from modelmix.training.evaluation import evaluate, is_classification
-from modelmix.training.guard import Watch, check_mechanism, check_model
+from modelmix.training.evaluation import evaluate, evaluating, is_classification
+from modelmix.training.guard import Watch, check_mechanism, check_model, require_one_process
+from modelmix.training.identity import code_digest
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.record import Record
 from modelmix.training.rules import Rule, State, propose_step
-from modelmix.training.sampling import Ahead, Chunk, TensorSource, as_source
+from modelmix.training.sampling import Ahead, Chunk, DatasetSource, TensorSource, as_source, check_items_alone
 from modelmix.training.schedules import Schedule, schedule
 from modelmix.training.sending import sent
 
@@ -49,34 +57,34 @@ _NORM_LAYERS = (nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNor
 class Trainer:
     """Trains a model privately and keeps the account.
 
-    Guarantee: the states it releases, taken together, are (epsilon, delta)-differentially private under adding or
-    removing one sample of ``train_set``, with the epsilon of its ledger; so is everything computed from them. What a
-    step runs is the mechanism that its ledger line names.
+    Guarantee: the states it releases, taken together, are (epsilon, delta)-differentially private with the epsilon of
+    its plan, for the neighbours that the plan claims; so is everything computed from them, however early the run is
+    stopped. What a step runs is the mechanism that its ledger line names. ``guarantee`` states all of it.
 
     Args:
         model: any module without batch statistics; what requires a gradient is trained.
         loss: ``loss(outputs, targets)``. It is given one sample at a time, so it cannot make samples meet.
         train_set: (inputs, targets) as tensors or arrays, or a map-style ``Dataset``.
-        mechanism: noise, mixing width, truncation and sampling rate of every step; or a ``Ledger`` whose phases are run
-            in order.
+        plan: what may run, see ``mm.plan`` and ``Plan``. Going past its end raises ``BudgetExceeded``; ``extend`` adds
+            steps. Its population, a public number, is what q, B and tau are derived from; without one, the number of
+            samples is, and is then public.
         clip: c, the bound on the norm of a sample's gradient (l2; l1 for Laplace noise). With an embedding c1, the
             bound of residuals; embeddings are clipped to the mechanism's clip_ratio times that.
-        lr: eta, a number or a ``Schedule``. The mixing threshold follows it: tau = omega * c * eta / (q*n).
-        spent: what was released about the same samples before, private statistics for instance: a ledger whose phases
-            come first in this run's. The caller answers for it being all there is.
-        tau: a number or a ``Schedule`` in place of the mechanism's mixing width; every step's own omega is accounted.
+        lr: eta, a number or a ``Schedule``. The mixing threshold follows it: tau = omega * c * eta / B.
+        tau: a number or a ``Schedule`` in place of the plan's mixing width; every step's own omega is accounted.
         rule: "mix", "alternate", "average", "plain" or "released"; None takes "mix" if the mechanism mixes and "plain"
             if not. See ``rules.Rule``, also for padding, momentum, weight_decay and ema.
         previous: the second initial state w_{-1}, as a model or a state dict; None takes w_{-1} = w_0.
-        augment: ``augment(inputs, generator)`` applied to every sample ``multiplicity`` times; gradients are averaged
-            over the copies of a sample before clipping.
+        augment: ``augment(inputs, generator)`` applied to every sample ``multiplicity`` times, one sample at a time
+            unless it is one of ours; gradients are averaged over the copies of a sample before clipping.
         embedding: public samples in whose directions gradients are embedded (Section 5.3), for an
             ``EmbeddingMechanism``.
-        nonfinite: what to do when a sample's gradient is not finite: "stop" before the step, or "drop" (it counts as
-            zero, which the proof covers).
+        nonfinite: what to do when a sample's gradient is not finite: "drop" (it counts as zero, which the proof
+            covers), or "stop" before the step: that depends on the data outside the mechanism, so that the guarantee
+            then does not cover whether and when the run stopped.
         test_set: held-out samples for reporting.
-        delta: at which epsilon is shown.
-        seed: makes the run repeatable, for tests only.
+        test_public: whether the test set is public; only then may what is measured on it be published.
+        seed: makes the run repeatable, for tests only: no certificate is made of it.
         folder: where the run is kept; with ``resume`` a run that is there goes on where it stopped.
         performance: speed and memory.
         engine: made earlier for a model of the same builder and these samples, with what it has compiled; None makes
@@ -88,11 +96,10 @@ class Trainer:
         model: nn.Module,
         loss: engines.Loss,
         train_set: Any,
-        mechanism: Mechanism | Ledger,
+        plan: Plan,
         clip: float,
         lr: float | Schedule,
         *,
-        spent: Ledger | None = None,
         tau: float | Schedule | None = None,
         rule: str | None = None,
         padding: str = "exact",
@@ -103,9 +110,9 @@ class Trainer:
         augment: Augment | None = None,
         multiplicity: int = 1,
         embedding: Embedding | None = None,
-        nonfinite: str = "stop",
+        nonfinite: str = "drop",
         test_set: Any = None,
-        delta: float = 1e-5,
+        test_public: bool = False,
         seed: int | None = None,
         folder: str | Path | None = None,
         resume: bool = False,
@@ -114,6 +121,11 @@ class Trainer:
         performance: Performance | None = None,
         engine: engines.Engine | None = None,
     ) -> None:
+        require_one_process()
+        if not isinstance(plan, Plan):
+            raise ModelMixError(
+                f"{plan!r} is not a Plan: make one with mm.plan(epsilon=..., ...) or mm.Plan.of(mechanism, steps)."
+            )
         self._performance = performance or Performance()
         self._device = self._performance.find_device()
         self._model, self._loss = model.to(self._device), loss
@@ -123,9 +135,9 @@ class Trainer:
         check_model(model)
         self._lr = schedule("lr", lr, "the learning rate")
         self._tau = None if tau is None else schedule("tau", tau, "the mixing threshold")
-        self._plan = mechanism
-        self._delta = probability("delta", delta, "the failure probability")
         self._clip = Clip(clip).c
+        self._plan = self._resolved(plan.bound_to(self._source.n))
+        self._plan.require_signal()
         self._multiplicity = whole("multiplicity", multiplicity, "the number of copies of a sample", least=1)
         if augment is None and self._multiplicity > 1:
             raise ModelMixError(
@@ -133,15 +145,18 @@ class Trainer:
             )
         if nonfinite not in ("stop", "drop"):
             raise ModelMixError(f"nonfinite = {nonfinite!r} is unknown: choose stop or drop.")
-        self._augment, self._nonfinite = augment, nonfinite
+        self._augment, self._nonfinite, self._test_public = augment, nonfinite, bool(test_public)
         self._embedding = embedding
-        for one in self._plan_mechanisms():
+        mechanisms = [phase.mechanism for phase in self._plan.phases]
+        for one in mechanisms:
             check_mechanism(one, self._flat.size, embedded=embedding is not None)
-        rule = rule or ("mix" if self._tau is not None or any(m.mixed for m in self._plan_mechanisms()) else "plain")
+        rule = rule or ("mix" if any(one.mixed for one in mechanisms) else "plain")
         unmixed = self._norm_layers() if rule == "released" and embedding is None else None
         self._rule = Rule(rule, padding, momentum, weight_decay, ema, unmixed, embedded=embedding is not None)
-        first = self.mechanism_at(1)
-        self._rule.check(first)
+        for one in mechanisms:
+            self._rule.check(one)
+        if isinstance(self._source, DatasetSource):
+            check_items_alone(self._source.dataset)
         self._classes = self._count_classes()
         self._check_samples()
         if engine is not None:
@@ -157,18 +172,23 @@ class Trainer:
         start = self._flat.read()
         other = start if previous is None else self._flat.read_from(previous)
         self._state = State(start, other, torch.zeros_like(start), start.clone() if ema is not None else None)
-        self._spent = Ledger() if spent is None else spent
-        self._spent.require_proof()
-        self._ledger = Ledger(self._spent.phases, self._rule.unproved)
+        self._spent = self._plan.spent
         self._randomness = Randomness(seed)
-        self._diagnostics = Diagnostics(Clip.of(first, self._clip), self._flat.size)
+        self._ledger = replace(
+            self._plan.ledger,
+            phases=self._spent.phases,
+            unproved=self._rule.unproved,
+            seeded=seed is not None or self._spent.seeded,
+        )
+        self._diagnostics = Diagnostics(Clip.of(mechanisms[0], self._clip), self._flat.size)
         self._metrics: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._watch = Watch(model)
         self._written = self._flat.versions()
+        self._kept = self._state
         self._record: Record | None = None
         if folder is not None:
-            self._record = Record(folder, self._settings(), seed, self._fingerprint, self._spent.steps)
+            self._record = Record(folder, self._settings(), self._plan, seed, self._fingerprint)
             if resume and self._record.folder.holds_a_run:
                 self._restore(self._record.resume())
             else:
@@ -179,7 +199,7 @@ class Trainer:
             raise UnprovedError(
                 "a step runs the mechanism that its ledger line names",
                 f"{name} cannot be changed on a trainer.",
-                "Give a Schedule for lr or tau, a Ledger of phases for the mechanism, or make a new trainer.",
+                "Give a Schedule for lr or tau, a Plan of several phases, or make a new trainer.",
             )
         super().__setattr__(name, value)
 
@@ -212,13 +232,50 @@ class Trainer:
         return self._engine.name
 
     @property
+    def plan(self) -> Plan:
+        """What may run, with every step's own mixing width."""
+        return self._plan
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken, for the data holder: it depends on the data."""
+        return self._seconds
+
+    @property
     def expected_batch(self) -> float:
-        """B = q*n, by which sums are divided, whatever size was drawn."""
-        return self.mechanism_at(max(1, self.step)).sample_rate * self._source.n
+        """B = q * population, by which sums are divided, whatever size was drawn."""
+        return self._plan.expected_batch(max(1, self.step))
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What holds for everything this run releases: the epsilon of the whole plan, however early it is stopped."""
+        self._ledger.require_proof()
+        excluded = [] if self._test_public else ["metrics on the test set: they are computed from it without noise"]
+        if self._nonfinite == "stop":
+            excluded.append("whether and when the run stopped: a sample whose gradient is not finite stops it")
+        return replace(
+            self._planned,
+            seeded=self._ledger.seeded,
+            assumed=(*self._planned.assumed, *self._preconditions()),
+            excluded=tuple(excluded),
+        )
 
     def epsilon(self, delta: float | None = None) -> float:
-        """epsilon of the run so far, from its ledger; ``UnprovedError`` where nothing is proved."""
-        return ledger_epsilon(self._ledger, self._delta if delta is None else delta)
+        """epsilon of the steps so far, from the ledger; ``UnprovedError`` where nothing is proved.
+
+        It holds if the number of steps was fixed beforehand. Whoever stops because of what was seen has the epsilon of
+        the plan, which is that of ``guarantee``.
+        """
+        return ledger_epsilon(self._ledger, self._plan.delta if delta is None else delta)
+
+    def extend(self, steps: int) -> Trainer:
+        """Plan ``steps`` more steps of the last mechanism; the guarantee becomes that of the longer plan."""
+        self._plan = self._plan.extended(steps)
+        self.__dict__.pop("_planned", None)
+        if self._record is not None:
+            with self._record:
+                self._record.replan(self._plan)
+        return self
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with the average of released states in place of the last one."""
@@ -242,25 +299,27 @@ class Trainer:
 
     def run(
         self,
-        steps: int,
+        steps: int | None = None,
         *,
         evaluate_every: int | None = None,
         progress: bool | None = None,
     ) -> Trainer:
-        """Takes ``steps`` more steps; 0 takes none and completes the files of the run folder.
+        """Takes ``steps`` more steps, or all that are planned; 0 takes none and completes the files of the run folder.
 
         Args:
+            steps: at most what the plan has left, or ``BudgetExceeded`` is raised.
             evaluate_every: steps between evaluations on the test set, each with a checkpoint; None does 20.
             progress: None shows a bar if stderr is a terminal.
         """
-        steps = whole("steps", steps, "the number of steps", least=0)
+        left = self._plan.steps - self.step
+        steps = left if steps is None else whole("steps", steps, "the number of steps", least=0)
         every = (
             max(1, steps // _EVALUATIONS)
             if evaluate_every is None
             else whole("evaluate_every", evaluate_every, "the number of steps between evaluations", least=1)
         )
         self._check_untouched()
-        self.mechanism_at(self.step + steps)  # a plan that is too short is refused before any work
+        self._plan.require(self.step + steps)
         end = self.step + steps
         if self._record is None:
             self._loop(end, every, progress)
@@ -287,11 +346,23 @@ class Trainer:
                         self._measure()
                         self._keep()
         except BaseException:
-            self._keep()  # the last whole state; what failed has changed nothing
+            self._keep_or_forget()
             raise
         finally:
             self._coming = Ahead(())  # it holds keys, and none may outlive the state that used it
             self._write_model()
+
+    def _keep_or_forget(self) -> None:
+        """Keep the last whole state, or go back to the last one that is kept.
+
+        Whoever resumes repeats what was not kept with other noise, so nobody may have seen it.
+        """
+        try:
+            self._keep()
+        except BaseException:
+            self._state = self._kept
+            self._metrics = [row for row in self._metrics if row["step"] <= self._kept.step]
+            raise
 
     def _draws(self, steps: int) -> Iterator[Tensor]:
         step = self.step
@@ -315,7 +386,7 @@ class Trainer:
             mechanism=mechanism,
             clip=self._clip,
             eta=eta,
-            expected_batch=mechanism.sample_rate * self._source.n,
+            expected_batch=self._plan.expected_batch(step),
         )
         # All the work is handed over before its outcome is looked at: an accelerator does not wait for the next draw.
         self._coming.look()
@@ -359,11 +430,11 @@ class Trainer:
                 inputs, targets, weights = tree_map(
                     lambda t: sent(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
                 )
-                if not isinstance(self._source, TensorSource):
-                    self._check_targets(targets)
+                if isinstance(self._source, DatasetSource):
+                    targets, weights = self._without_unknown(targets, weights)
                 if self._augment is not None:
                     inputs, targets = tree_map(lambda t: t.repeat_interleave(self._multiplicity, 0), (inputs, targets))
-                    inputs = self._augment(inputs, generator)
+                    inputs = apply_augmentation(self._augment, inputs, generator)
                 if isinstance(clip, Clip):
                     parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
                 else:
@@ -412,23 +483,35 @@ class Trainer:
 
     def mechanism_at(self, step: int) -> Mechanism:
         """What a step runs, and what its ledger line says; steps count from 1."""
-        mechanism = self._plan.mechanism_at(step) if isinstance(self._plan, Ledger) else self._plan
-        if self._tau is None:
-            return mechanism
-        batch = mechanism.sample_rate * self._source.n
-        return replace(mechanism, mixing_width=mixing_width(self._clip, self._tau.at(step), self._lr.at(step), batch))
+        return self._plan.mechanism_at(step)
 
-    def _plan_mechanisms(self) -> list[Mechanism]:
-        if isinstance(self._plan, Ledger):
-            if not self._plan.phases:
-                raise ModelMixError("the plan has no phase: use Ledger().add(mechanism, steps).")
-            return [phase.mechanism for phase in self._plan.phases]
-        return [self._plan]
+    def _resolved(self, plan: Plan) -> Plan:
+        """The plan with the mixing width that tau and eta give every step."""
+        if self._tau is None:
+            return plan
+        phases, step = [], 0
+        for phase in plan.phases:
+            for _ in range(phase.steps):
+                step += 1
+                width = mixing_width(self._clip, self._tau.at(step), self._lr.at(step), plan.expected_batch(step))
+                phases.append(Phase(replace(phase.mechanism, mixing_width=width), 1))
+        return plan.with_phases(phases)
+
+    @cached_property
+    def _planned(self) -> Guarantee:
+        return self._plan.guarantee()
+
+    def _preconditions(self) -> list[str]:
+        """What nobody can prove from outside."""
+        out = ["every row of the training data was made from one sample alone, not centred by the mean of all, say"]
+        if self._engine.name == "loop":
+            out.append("the model keeps no memory of one sample while it runs the next")
+        return out
 
     def _chunk_size(self) -> int:
         """By the largest batch of the whole plan: augmentation is drawn chunk by chunk, wherever a run is resumed."""
-        plan = [phase.mechanism for phase in self._plan.phases] if isinstance(self._plan, Ledger) else [self._plan]
-        batch = max(mechanism.sample_rate for mechanism in plan) * self._source.n
+        assert self._plan.population is not None
+        batch = max(phase.mechanism.sample_rate for phase in self._plan.phases) * self._plan.population
         return self._performance.chunk_for(batch, self._flat.size, self._multiplicity)
 
     def _norm_layers(self) -> Tensor:
@@ -444,11 +527,11 @@ class Trainer:
     # Checks.
 
     def _check_samples(self) -> None:
-        batch = self.mechanism_at(1).sample_rate * self._source.n
+        batch = self._plan.expected_batch(1)
         if batch < 1:
             warnings.warn(
-                f"q*n = {batch:.3g} is below 1: most draws will be empty, and each still costs a step of privacy. "
-                "Raise the sampling rate.",
+                f"the expected batch q*n = {batch:.3g} is below 1: most draws will be empty, and each still costs a "
+                "step of privacy. Raise the sampling rate.",
                 stacklevel=3,
             )
         if isinstance(self._source, TensorSource):
@@ -459,31 +542,40 @@ class Trainer:
             self._check_targets(self._embedding.source.targets, "public")
             self._embedding.layout(self._flat.size)
 
+    def _unknown(self, targets: Any) -> Tensor | None:
+        """Which labels the model has no output for, where there are labels."""
+        labels = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
+        if self._classes is None or not labels:
+            return None
+        ignored = getattr(self._loss, "ignore_index", -100)
+        found: Tensor = ((targets < 0) | (targets >= self._classes)) & (targets != ignored)
+        return found
+
     def _check_targets(self, targets: Any, split: str = "training") -> None:
         """Labels that the model has no output for: an index error at best, on a GPU a dead process."""
-        if (
-            self._classes is None
-            or not isinstance(targets, Tensor)
-            or targets.dim() != 1
-            or targets.is_floating_point()
-        ):
-            return
-        ignored = getattr(self._loss, "ignore_index", -100)
-        kept = targets[targets != ignored]
-        low, high = (int(kept.min()), int(kept.max())) if kept.numel() else (0, 0)
-        if low < 0 or high >= self._classes:
+        unknown = self._unknown(targets)
+        if unknown is not None and bool(unknown.any()):
+            odd = targets[unknown]
+            most = 0 if self._classes is None else self._classes - 1
             raise ModelMixError(
-                f"the {split} labels run from {low} to {high} and the model has {self._classes} outputs: labels must "
-                f"be 0 to {self._classes - 1}."
+                f"the {split} labels run from {int(odd.min())} to {int(odd.max())} where the model has {most + 1} "
+                f"outputs: labels must be 0 to {most}. (This line is for the data holder's eyes.)"
             )
 
+    def _without_unknown(self, targets: Any, weights: Tensor) -> tuple[Any, Tensor]:
+        """Samples of a ``Dataset`` with such a label count as zero: stopping would depend on the data."""
+        unknown = self._unknown(targets)
+        if unknown is None:
+            return targets, weights
+        return torch.where(unknown, 0, targets), torch.where(unknown, 0.0, weights)
+
     def _count_classes(self) -> int | None:
-        """The number of labels the loss can take, for the losses that take labels."""
+        """The number of labels the loss can take, for the losses that take labels; from public shapes alone."""
         name = getattr(self._loss, "__name__", type(self._loss).__name__)
         if name not in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
             return None
-        inputs, targets = tree_map(lambda t: t.to(self._device), self._source.head(1))
-        with torch.no_grad():
+        inputs, targets = tree_map(lambda t: t.to(self._device), engines.synthetic(self._source.head(1)))
+        with torch.no_grad(), evaluating(self._model):
             outputs = engines.universal.call(self._model, inputs)
         return int(outputs.shape[1]) if is_classification(outputs, targets) else None
 
@@ -500,10 +592,7 @@ class Trainer:
     # Keeping.
 
     def _settings(self) -> dict[str, Any]:
-        """Everything a step's outcome depends on, besides data and randomness, and the delta of its metrics."""
-        plan = (
-            [phase.as_dict() for phase in self._plan.phases] if isinstance(self._plan, Ledger) else self._plan.as_dict()
-        )
+        """Everything a step's outcome depends on, besides plan, data and randomness."""
         return {
             "rule": self._rule.name,
             "padding": self._rule.padding,
@@ -514,27 +603,40 @@ class Trainer:
             "weight_decay": self._rule.weight_decay,
             "ema": self._rule.ema,
             "multiplicity": self._multiplicity,
-            "augment": None
-            if self._augment is None
-            else getattr(self._augment, "__name__", type(self._augment).__name__),
+            "augment": None if self._augment is None else _name(self._augment),
             "nonfinite": self._nonfinite,
-            "loss": getattr(self._loss, "__name__", type(self._loss).__name__),
-            "delta": self._delta,
-            "mechanism": plan,
+            "loss": _name(self._loss),
             **({} if self._embedding is None else {"embedding": self._embedding.as_dict()}),
-            **({"spent": [phase.as_dict() for phase in self._spent.phases]} if self._spent.phases else {}),
-            "samples": self._source.n,
             "parameters": self._flat.shapes,
         }
 
     def _facts(self) -> dict[str, Any]:
+        """What is public about the run: sizes and choices that no private value has touched."""
         return {
             "device": str(self._device),
             "engine": self._engine.name,
-            "samples": self._source.n,
+            "population": self._plan.population,
+            "adjacency": self._plan.ledger.adjacency,
+            "unit": self._plan.unit,
             "parameters": self._flat.size,
-            "delta": self._delta,
+            "delta": self._plan.delta,
+            "test_public": self._test_public,
         }
+
+    def _arithmetic(self) -> str:
+        """A digest of all we can see of how a step is computed: whoever repeats a key must repeat this."""
+        seen = {
+            "engine": self._engine.name,
+            "precision": str(self._engine.precision),
+            "chunk": self._chunk_size(),
+            "compiled": self._performance.compiled,
+            "device": str(self._device),
+            "threads": torch.get_num_threads(),
+            "versions": [torch.__version__, __version__, sys.version],
+            "code": [code_digest(each) for each in (self._model, self._loss, self._augment)],
+            "data": self._source.repeatable(),
+        }
+        return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
 
     def _fingerprint(self, salt: bytes) -> str:
         """Of the data and of all that is not trained. The salt is secret, so the digest tells an outsider nothing."""
@@ -557,9 +659,11 @@ class Trainer:
         before, ran = _mechanisms(self._spent), _mechanisms(ledger)
         # Takes as many lines off ``ran`` as were spent; the steps follow.
         same = all(mine == theirs for mine, theirs in zip(before, ran, strict=False))
+        claim = replace(self._ledger, phases=())
         if (
             not same
-            or ledger.unproved != self._rule.unproved
+            or replace(ledger, phases=()) != claim
+            or ledger.steps - self._spent.steps > self._plan.steps
             or any(m != self.mechanism_at(k) for k, m in enumerate(ran, 1))
         ):
             raise ModelMixError("the ledger is not of this run: restore ledger.json.")
@@ -570,8 +674,14 @@ class Trainer:
             self._metrics = [dict(row) for row in meta["metrics"]]
             self._seconds = float(meta["seconds"])
             self._state = State(step=int(meta["step"]), **vectors)
+            arithmetic = str(meta["arithmetic"])
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ModelMixError("the checkpoint is not readable: restore checkpoint.npz.") from None
+        # The key of a step serves one computation: only a seeded run that is in all we can see the same repeats it.
+        # The repeated states of the others have noise of their own, and nobody has seen the first ones (_keep).
+        if not self._randomness.seeded or arithmetic != self._arithmetic() or self._source.repeatable() is None:
+            self._randomness.refresh()
+        self._kept = self._state
         self._write_model()
 
     def _keep(self) -> None:
@@ -586,12 +696,14 @@ class Trainer:
             "diagnostics": self._diagnostics.state(),
             "metrics": self._metrics,
             "seconds": self._seconds,
+            "arithmetic": self._arithmetic() if self._randomness.seeded else "",
         }
         self._record.keep(self._ledger, arrays, meta)
+        self._kept = self._state
 
     def _measure(self) -> None:
         """What people will see of the present state, once it is kept."""
-        row: dict[str, Any] = {"step": self.step, "lr": self._lr.at(self.step), "seconds": round(self._seconds, 3)}
+        row: dict[str, Any] = {"step": self.step, "lr": self._lr.at(self.step), "seconds": round(self._seconds, -1)}
         row["epsilon"] = None if self._ledger.unproved else self.epsilon()
         if self._test is not None:
             found = self.evaluate()
@@ -605,7 +717,21 @@ class Trainer:
         models = {"model.pt": self._state_dict(self._state.last)}
         if self._state.average is not None:
             models["model-ema.pt"] = self._state_dict(self._state.average)
-        self._record.finish(models, self._diagnostics.as_dict())
+        self._record.finish(models, self._diagnostics.as_dict(), self._certificate())
+
+    def _certificate(self) -> dict[str, Any] | None:
+        """What the data holder may sign; None for a run that proves nothing to others."""
+        if self._ledger.unproved or self._ledger.seeded or not math.isfinite(self._planned.epsilon):
+            return None
+        whole = self.step == self._plan.steps
+        return {
+            "guarantee": self.guarantee.as_dict(),
+            "steps_planned": self._plan.steps,
+            "steps_taken": self.step,
+            "epsilon_if_stopping_was_fixed_beforehand": None if whole else self.epsilon(),
+            "software": {"modelmix": __version__, "torch": torch.__version__},
+            "ledger_digest": self._ledger.digest,
+        }
 
     def _state_dict(self, vector: Tensor) -> dict[str, Tensor]:
         views = self._flat.views(vector)
@@ -626,7 +752,11 @@ class Trainer:
         if self._ledger.unproved:
             return "epsilon: not proved"
         note = ", seeded" if self._randomness.seeded else ""
-        return f"epsilon {up(self.epsilon(), 3)} at delta {self._delta:g}{note}"
+        return f"epsilon {up(self._planned.epsilon, 3)} planned at delta {self._plan.delta:g}{note}"
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _mechanisms(ledger: Ledger) -> Iterator[Mechanism]:

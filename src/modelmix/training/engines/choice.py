@@ -1,4 +1,4 @@
-"""Which engine is right for a model, found by trying."""
+"""Which engine is right for a model, found from public shapes alone: no sample is looked at."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.engines import hooks, universal
-from modelmix.training.engines.chunk import ENGINES, Loss, rows
+from modelmix.training.engines.chunk import ENGINES, Loss, unchanged
 from modelmix.training.gradients import Gradients
+from modelmix.training.guard import Watch
 
 _PROBE = 3
 
@@ -52,44 +53,83 @@ def _products(cudnn: bool, matrices: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
-def choose(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> str:
-    """The fastest engine that is right for this model, found by comparing them on a few samples.
+def synthetic(batch: Any, kind: str = "normal", count: int | None = None, device: torch.device | None = None) -> Any:
+    """Samples of the same shapes and types that nobody has to protect: no value of ``batch`` is looked at.
 
-    Hooks can be wrong without noticing, where a model uses a weight behind a layer's back or lets samples meet; the
-    universal engine cannot, so it is the judge. They are compared near the model's weights, not at them, and with
-    losses of different weight: where a last layer begins at zero, or the samples are all alike, much of a gradient
-    vanishes, and the errors with it.
-
-    A model that ``torch.func`` cannot run is left to the loop: often it looks at the values of a batch to decide what
-    to compute, and then a few samples do not show that it treats every one alone.
+    Args:
+        kind: "normal" or "uniform" on (0, 1), for floats; integers are 0 or 1.
+        count: samples; None makes as many as there are.
+        device: None takes that of each tensor.
     """
-    where = torch.arange(_PROBE, device="cpu") % rows(
-        (inputs, targets)
-    )  # several rows, so that samples can meet if they are let
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def like(t: Tensor) -> Tensor:
+        shape = (t.shape[0] if count is None else count, *t.shape[1:])
+        if t.is_floating_point() or t.is_complex():
+            draw = torch.randn if kind == "normal" else torch.rand
+            made = draw(shape, generator=generator, device="cpu")
+        else:
+            made = torch.randint(0, 2, shape, generator=generator, device="cpu")
+        return made.to(t.device if device is None else device, t.dtype)
+
+    return tree_map(like, batch)
+
+
+def disagreement(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> str | None:
+    """Whether hooks give other gradients than one sample at a time, on synthetic samples; None if they do not.
+
+    Hooks can be wrong without noticing where a model uses a weight behind a layer's back. That is a matter of
+    correctness: that samples do not meet is proved elsewhere. They are compared near the model's weights, not at them,
+    and with losses of different weight: where a last layer begins at zero, or the samples are all alike, much of a
+    gradient vanishes, and the errors with it.
+    """
     device = next(model.parameters()).device
-    probe = tree_map(lambda t: t.detach()[where.to(t.device)].to(device), (inputs, targets))
-    twin = model
     # Some models do not run in float64, and then rounding must be told from error.
     for dtype, relative, absolute in ((torch.float64, 1e-8, 1e-11), (None, 1e-4, 1e-5)):
-        try:
-            twin = copy.deepcopy(model).to(dtype) if dtype else copy.deepcopy(model)
-            quiet(twin)
-            x, y = tree_map(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t, probe)
-            case = (twin, _weighted(loss), _nearby(twin), x, (y, _sample_weights(x)), 1)
-            right = universal.per_sample(*case)
-        except Exception:  # a model that cannot be copied, or cannot run so
-            continue
-        return "hooks" if _hooks_agree(case, right, relative, absolute) else "universal"
+        for kind in ("normal", "uniform"):
+            try:
+                twin = copy.deepcopy(model).to(dtype) if dtype else copy.deepcopy(model)
+                quiet(twin)
+                probe = synthetic(batch, kind, _PROBE, device)
+                x, y = tree_map(lambda t, dtype=dtype: t.to(dtype) if dtype and t.is_floating_point() else t, probe)
+                case = (twin, _weighted(loss), _nearby(twin), x, (y, _sample_weights(x)), 1)
+                right = _one_by_one(case)
+            except Exception:  # a model that cannot be copied, or cannot run so
+                continue
+            if not all(bool(torch.isfinite(g.dense()).all()) for g in right.values()):
+                continue
+            if _hooks_agree(case, right, relative, absolute):
+                return None
+            return "the gradients that hooks see are not those of single samples (a weight used outside of its layer?)"
+    return "the model does not run on synthetic samples of these shapes, by which its gradients are checked"
+
+
+def _one_by_one(case: tuple[Any, ...]) -> dict[str, Gradients]:
+    try:
+        return universal.per_sample(*case)
+    except Exception:  # whatever torch.func does not support, autograd may
+        return universal.per_sample_loop(*case)
+
+
+def slower(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: tuple[Any, Any]) -> str:
+    """The fastest of the engines in which samples cannot meet that runs this model, found on synthetic samples."""
     problem: Exception | None = None
-    for engine in ("universal", "loop"):
-        try:
-            ENGINES[engine](twin, loss, _nearby(twin), probe[0], probe[1], 1)
-        except ModelMixError:
-            raise
-        except Exception as error:  # whatever torch.func does not support, autograd may
-            problem = error
-        else:
-            return engine
+    device = next(model.parameters()).device
+    for kind in ("normal", "uniform"):
+        for engine in ("universal", "loop"):
+            x, y = synthetic(batch, kind, _PROBE, device)
+            try:
+                with unchanged(parameters):
+                    ENGINES[engine](model, loss, parameters, x, y, 1)
+                    kept = Watch(model, attributes=True)  # what is made once is made by now
+                    ENGINES[engine](model, loss, parameters, x, y, 1)
+                kept.check()
+            except ModelMixError:
+                raise
+            except Exception as error:  # whatever torch.func does not support, autograd may
+                problem = problem or error
+            else:
+                return engine
     raise ModelMixError(f"the model fails on a batch of one sample: {_line(problem)}") from problem
 
 

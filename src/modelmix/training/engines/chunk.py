@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.engines import hooks, universal
+from modelmix.training.engines import trace, universal
 from modelmix.training.gradients import Dense, Gradients
 
 Loss = universal.Loss
 PerSample = Callable[..., dict[str, Gradients]]
 
 ENGINES: dict[str, PerSample] = {
-    "hooks": hooks.per_sample,
+    "hooks": trace.per_sample,
     "universal": universal.per_sample,
     "loop": universal.per_sample_loop,
 }

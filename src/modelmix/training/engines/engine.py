@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from modelmix.errors import ModelMixError
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.engines.choice import choose, exact, quiet
-from modelmix.training.engines.chunk import Loss, check_rows, gradients_of_chunk, known, rows, sum_of_chunk
+from modelmix.training.engines import universal
+from modelmix.training.engines.choice import disagreement, exact, quiet, slower, synthetic
+from modelmix.training.engines.chunk import ENGINES, Loss, check_rows, detached, known, rows, sum_of_chunk, unchanged
 from modelmix.training.engines.compiled import (
     Compiled,
     CompiledUses,
@@ -26,9 +27,12 @@ from modelmix.training.engines.compiled import (
     require_equal,
     same_tensors,
 )
+from modelmix.training.engines.independence import MeetingError
 from modelmix.training.engines.layers import rule_for, wide
-from modelmix.training.engines.unwritten import unwritten_gradients, uses_of_chunk
-from modelmix.training.gradients import Unwritten
+from modelmix.training.engines.trace import ProvedPass, unproved
+from modelmix.training.engines.unwritten import OfPasses, OfUses
+from modelmix.training.gradients import Dense, Gradients, Unwritten
+from modelmix.training.guard import Watch, WatchedFunction
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import draws_apart
 
@@ -40,14 +44,17 @@ _PROBE = 4
 class Engine:
     """Sums the clipped gradients of chunks of one model.
 
-    Guarantee: whatever the precision and however it is compiled, what one sample adds to the sum keeps the clip's
-    bounds; norms are measured in float64 on the very numbers that are summed.
+    Guarantee: what one sample adds to the sum is a function of that sample, the parameters and random draws alone, and
+    keeps the clip's bounds, whatever the precision and however it is compiled; norms are measured in float64 on the
+    very numbers that are summed. The hook engine replays a graph in which that was proved (see ``trace``); the others
+    run every sample alone.
 
     Args:
         model: any module; its trainable parameters are what ``parameters`` names in every call.
         loss: ``loss(outputs, targets)``; it sees one sample at a time, and outputs in float32 or wider.
-        probe: (inputs, targets) of some samples, by which the engine is chosen and checked.
-        name: "hooks", "universal", "loop", or "auto" for the fastest that is right for this model.
+        probe: (inputs, targets) of some samples, of which shapes and types are used and no value is.
+        name: "hooks", "universal", "loop", or "auto" for the fastest that is proved to keep samples apart and right for
+            this model.
         precision: in which the model is run; None takes the model's own.
         compiled: traces a chunk once, compiles it, and on a GPU replays it without launching kernels one by one. None
             does so on a GPU. A model that cannot be traced is run as it is.
@@ -65,26 +72,77 @@ class Engine:
     ) -> None:
         if precision is not None and precision not in PRECISIONS:
             raise ModelMixError(f"precision = {precision!r} is unknown: choose {', '.join(PRECISIONS)}.")
-        if name in ("auto", "hooks"):
-            right = choose(model, loss, *probe)
-            if name == "hooks" and right != "hooks":
-                raise ModelMixError('the hook engine is not right for this model: use engine="auto" or "universal".')
-            name = right
-        self.name = known(name)
+        if name != "auto":
+            known(name)
         self._original, self._loss = model, loss
         self._dtype = None if precision is None else PRECISIONS[precision]
         self._model = model if self._dtype is None else _twin(model, self._dtype)
         device = next(model.parameters()).device
+        self._passes: dict[Any, ProvedPass | None] = {}
+        self._last: tuple[Stamps, dict[str, Tensor]] | None = None
+        self.reason: str | None = None
+        """Why the fast engine is not used; None if it is, or if another one was asked for."""
+        self.name = self._chosen(name, tree_map(lambda t: t.to(device), synthetic(probe)))
         if device.type == "cuda" and self.name == "hooks":
             self._check_kernels(probe)
         self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
         self._compiled: dict[Any, Compiled] = {}
         self._seen: dict[Any, CompiledUses | None] = {}
-        self._last: tuple[Stamps, dict[str, Tensor]] | None = None
         self.fixed_shapes = self._compile or device.type != "cpu"
         """Whether chunks should all have one shape; on a processor that only costs time."""
         if self.name == "hooks":
             _say_what_is_slow(model)
+
+    def _chosen(self, name: str, probe: tuple[Any, Any]) -> str:
+        """The engine to use, from synthetic samples: the hook engine where it is proved and right."""
+        own, fixed = FlatParameters(self._original), name in ("universal", "loop")
+        if fixed:
+            self._fill_caches(name, own, probe)
+            return name
+        with self._draws_apart():
+            loss, inputs = self._ready(probe[0])
+            parameters = self._at_precision(own.views(own.read()))
+            try:
+                self._pass_for(parameters, inputs, probe[1], 1, loss)
+                self.reason = disagreement(self._original, self._loss, probe)
+            except MeetingError as reason:
+                self.reason = str(reason)
+            except ModelMixError as reason:  # a layer that hooks cannot follow
+                self.reason = str(reason).rstrip(".")
+            if self.reason is None:
+                return "hooks"
+            if name == "hooks":
+                raise unproved(self.reason)
+            found = slower(self._model, loss, parameters, (inputs, probe[1]))
+        warnings.warn(
+            f"samples run one at a time ({found} engine), which is right and slower: {self.reason}", stacklevel=4
+        )
+        return found
+
+    def _fill_caches(self, name: str, own: FlatParameters, probe: tuple[Any, Any]) -> None:
+        """Let a model make what it makes once, from samples that are nobody's, before the first private chunk."""
+        with self._draws_apart(), suppress(Exception):  # the first chunk says better what is wrong
+            loss, inputs = self._ready(probe[0])
+            parameters = self._at_precision(own.views(own.read()))
+            x, y = tree_map(lambda t: t[:1], (inputs, probe[1]))
+            ENGINES[name](self._model, loss, parameters, x, y, 1)
+
+    def _pass_for(
+        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int, loss: Loss
+    ) -> ProvedPass | None:
+        """The proved pass for chunks of this form; None if it was tried before and could not be proved."""
+        leaves, form = tree_flatten((inputs, targets))
+        shapes = tuple((tuple(t.shape[1:]), t.dtype, t.device) for t in leaves)
+        kinds = tuple((name, p.dtype, p.device) for name, p in parameters.items())
+        found = (shapes, str(form), kinds, self._modes(), copies)
+        if found not in self._passes:
+            self._passes[found] = None
+            self._passes[found] = ProvedPass(self._model, loss, parameters, inputs, targets, copies)
+        return self._passes[found]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy traces and compiles its own model: what was traced holds on to this one's constants."""
+        return vars(self) | {"_passes": {}, "_compiled": {}, "_seen": {}}
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -110,25 +168,39 @@ class Engine:
     ) -> ClippedSum:
         """The clipped sum of one chunk at the given parameters; see ``sum_of_chunk``."""
         check_rows((inputs, targets), weights, copies)
-        reference = self._reference(parameters, inputs, targets, copies)
-        loss, inputs = self._ready(inputs)
+        loss, x = self._ready(inputs)
         if self._compile and weights.shape[0]:
-            form = key(parameters, inputs, targets, weights), self._modes(), clip.p == 1, clip.norm, copies
+            form = key(parameters, x, targets, weights), self._modes(), clip.p == 1, clip.norm, copies
             try:
                 if form not in self._compiled:
-                    take = partial(gradients_of_chunk, self.name, self._model, loss, copies=copies)
-                    case = (self._at_precision(parameters), inputs, targets, weights, clip, copies)
-                    with self._draws_apart():
-                        self._compiled[form] = Compiled(take, *case, reference)
-                return self._compiled[form](parameters, inputs, targets, weights, clip)
+                    self._compiled[form] = self._compiled_sum(parameters, (inputs, targets), weights, clip, copies)
+                return self._compiled[form](parameters, x, targets, weights, clip)
             except UnfitError as reason:
                 self._compile = False
                 _say_uncompiled(reason)
         parameters = self._at_precision(parameters)
-        return sum_of_chunk(self.name, self._model, loss, parameters, inputs, targets, weights, clip, copies)
+        return clip.sum(self._gradients(parameters, x, targets, copies, loss), weights)
+
+    def with_outputs(
+        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip
+    ) -> tuple[ClippedSum, Any, Tensor]:
+        """The clipped sum of one chunk, the model's outputs and the loss of every row, all of one pass.
+
+        Outputs and losses are as private as the samples.
+
+        Returns:
+            The sum; the outputs, detached and in the structure that the model gives; one loss for every row.
+        """
+        check_rows((inputs, targets), weights, 1)
+        if not weights.shape[0]:
+            raise ModelMixError("a chunk without samples has no outputs: leave it out.")
+        loss, x = self._ready(inputs)
+        kept: universal.Kept = []
+        gradients = self._gradients(self._at_precision(parameters), x, targets, 1, loss, kept)
+        return clip.sum(gradients, weights), *kept[0]
 
     def gradients(self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int = 1) -> Unwritten:
-        """The gradients of the samples of one chunk, for who bounds them in a way of his own.
+        """Return unclipped per-sample gradients, for callers with a bound of their own (gradient embedding).
 
         They are written down for some parameters at a time. The next call may write over what they come from.
         """
@@ -137,12 +209,7 @@ class Engine:
             form = key(parameters, x, targets), self._modes(), copies
             if form not in self._seen:
                 try:
-                    see = partial(uses_of_chunk, self._model, loss, copies=copies)
-                    reference = self._reference(parameters, inputs, targets, copies)
-                    with self._draws_apart():
-                        self._seen[form] = CompiledUses(
-                            see, self._at_precision(parameters), x, targets, copies, reference
-                        )
+                    self._seen[form] = self._compiled_uses(parameters, (inputs, targets), copies)
                 except UnfitError as reason:
                     # For this form alone: gradients of public samples may not hang on what private ones met.
                     self._seen[form] = None
@@ -150,8 +217,78 @@ class Engine:
             line = self._seen[form]
             if line is not None:
                 return line(parameters, x, targets)
+        parameters, samples = self._at_precision(parameters), rows((x, targets)) // copies
+        proved = self._proved(parameters, x, targets, copies, loss) if samples else None
+        if proved is None and samples:
+            name = "universal" if self.name == "hooks" else self.name
+            return OfPasses(
+                name, self._model, loss, parameters, (x, targets), copies, Watch(self._model, attributes=True)
+            )
+        uses = proved.uses(parameters, *detached(x, targets))[0] if proved is not None else []
+        return OfUses(uses, parameters, samples)
+
+    def _proved(
+        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int, loss: Loss
+    ) -> ProvedPass | None:
+        """The pass that hooks replay; None where another engine runs, or has to for chunks of this form."""
+        if self.name != "hooks":
+            return None
+        try:
+            with self._draws_apart():
+                return self._pass_for(parameters, inputs, targets, copies, loss)
+        except (MeetingError, ModelMixError) as reason:
+            warnings.warn(f"samples of this shape run one at a time, which is right and slower: {reason}", stacklevel=4)
+            return None
+
+    def _gradients(
+        self,
+        parameters: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+        copies: int,
+        loss: Loss,
+        kept: universal.Kept | None = None,
+    ) -> list[Gradients]:
+        """The gradient of every sample for every parameter, in order."""
+        m = rows((inputs, targets)) // copies
+        proved = self._proved(parameters, inputs, targets, copies, loss) if m else None
+        if not m:
+            found: dict[str, Gradients] = {}
+        elif proved is not None:
+            found, *rest = proved.gradients(parameters, *detached(inputs, targets))
+            if kept is not None:
+                kept.append((rest[0], rest[1]))
+        else:
+            watch, criterion = Watch(self._model, attributes=True), WatchedFunction(self._loss, "the criterion")
+            name = "universal" if self.name == "hooks" else self.name
+            with unchanged(parameters):
+                found = ENGINES[name](self._model, loss, parameters, *detached(inputs, targets), copies, kept=kept)
+            watch.check()
+            criterion.check()
+        return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
+
+    def _compiled_sum(
+        self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int
+    ) -> Compiled:
+        """Compile for the shapes of a chunk, and check with synthetic samples: no private value decides anything."""
+        inputs, targets = synthetic(batch)
+        reference = self._reference(parameters, inputs, targets, copies)
+        loss, x = self._ready(inputs)
+        take = partial(self._gradients, copies=copies, loss=loss)
+        with self._draws_apart():
+            case = (self._at_precision(parameters), x, targets, weights, clip, copies)
+            return Compiled(take, *case, reference)
+
+    def _compiled_uses(self, parameters: dict[str, Tensor], batch: tuple[Any, Any], copies: int) -> CompiledUses | None:
+        inputs, targets = synthetic(batch)
+        reference = self._reference(parameters, inputs, targets, copies)
+        loss, x = self._ready(inputs)
         parameters = self._at_precision(parameters)
-        return unwritten_gradients(self.name, self._model, loss, parameters, (x, targets), copies)
+        proved = self._proved(parameters, x, targets, copies, loss)
+        if proved is None:
+            return None
+        with self._draws_apart():
+            return CompiledUses(lambda *chunk: proved.uses(*chunk)[0], parameters, x, targets, copies, reference)
 
     def _draws_apart(self) -> AbstractContextManager[None]:
         """Trying a model out must not use up random numbers of a step: one that is resumed would draw others."""
@@ -185,7 +322,7 @@ class Engine:
         The comparison by which an engine is chosen runs in float64, for which there are no kernels.
         """
         flat, device = FlatParameters(self._original), next(self._original.parameters()).device
-        x, y = tree_map(lambda t: t[:_PROBE].to(device), probe)
+        x, y = synthetic(probe, count=_PROBE, device=device)
         one, full = torch.ones(rows(x), dtype=torch.float64, device=device), flat.views(flat.read())
         here = (full, x) if self._dtype is None else tree_map(self._cast, (full, x))
         twins = [copy.deepcopy(model) for model in (self._model, self._original)]

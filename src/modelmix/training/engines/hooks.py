@@ -1,12 +1,11 @@
 """The hook engine: one ordinary forward and backward pass of the batch, per-sample gradients layer by layer.
 
-It rests on the model treating every sample alone. The caller checks that on a few samples against the universal engine
-(see ``engines.choose``).
+It rests on the model treating every sample alone, which ``trace.ProvedPass`` proves before any sample is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +74,11 @@ class Use:
         with torch.no_grad():
             found = self.rule({own: parameters[name].detach() for own, name in self.names.items()}, *self.seen)
         return {name: found[own] for own, name in self.names.items()}
+
+
+def _is_ours(rule: Callable[..., Any]) -> bool:
+    """Whether nothing of the user's runs when gradients are computed by this rule."""
+    return not isinstance(rule, partial) or rule.func is not any_layer
 
 
 class Capture:
@@ -174,9 +178,10 @@ class Capture:
         groups, eps, samples = module.num_groups, module.eps, self.samples or input.shape[0]
         ours = input.requires_grad and kernels.has_group_norm(input, module.num_channels, groups)
         if torch.is_grad_enabled() and ours and input.shape[0] % samples == 0:
+            copies = int(input.shape[0] // samples)
 
             def rule(values: Values, *found: Tensor) -> dict[str, Gradients]:
-                gradients = (Dense(t.reshape(samples, t.shape[0] // samples, -1).sum(1)) for t in found)
+                gradients = (Dense(t.reshape(-1, copies, t.shape[-1]).sum(1)) for t in found)
                 return dict(zip(("weight", "bias"), gradients, strict=True))
 
             def collect(*found: Tensor) -> None:
@@ -208,10 +213,21 @@ class Capture:
     def _add(self, use: Use) -> None:
         if self._later:
             if use.names:
-                self.uses.append(use)
+                self.uses.append(use if _is_ours(use.rule) else self._taken(use))
             return
         for name, found in use.gradients(self._own if self._parameters is None else self._parameters).items():
             self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
+
+    def _taken(self, use: Use) -> Use:
+        """The same gradients, computed now: a rule that runs the model's own code must be part of the pass."""
+        assert self._parameters is not None
+        found = use.rule({own: self._parameters[name] for own, name in use.names.items()}, *use.seen)
+        names = {own: name for own, name in use.names.items() if own in found}
+
+        def given(values: Values, *found: Tensor) -> dict[str, Gradients]:
+            return {own: Dense(g) for own, g in zip(names, found, strict=True)}
+
+        return Use(names, given, tuple(found[own].dense() for own in names))
 
     def _follow(
         self,
@@ -247,45 +263,61 @@ class Capture:
                     module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first"
                 )
             seen = (*known, x.to(g.dtype) if x.is_floating_point() else x, g.detach())
-            self._add(Use(self._trained[module], partial(rule, copies=x.shape[0] // samples), seen))
+            self._add(Use(self._trained[module], partial(rule, copies=int(x.shape[0] // samples)), seen))
 
         if output.requires_grad:
             output.register_hook(collect)  # type: ignore[no-untyped-call]
         return returned
 
 
-def per_sample(
-    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> dict[str, Gradients]:
-    """The gradient of every sample, by parameter; a parameter the samples do not use is missing."""
-    return _captured(model, loss, parameters, inputs, targets, copies).gradients
+@dataclass(frozen=True)
+class Pass:
+    """What one forward and backward pass over a chunk leaves behind.
+
+    Args:
+        outputs: of the model.
+        losses: of every row.
+        uses: what gradients can be computed from, layer by layer.
+    """
+
+    outputs: Any
+    losses: Tensor
+    uses: list[Use]
 
 
-def uses(
-    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> list[Use]:
-    """What the gradients of every sample can be computed from, layer by layer."""
-    return _captured(model, loss, parameters, inputs, targets, copies, later=True).uses
-
-
-def _captured(
-    model: nn.Module,
-    loss: Loss,
-    parameters: dict[str, Tensor],
-    inputs: Any,
-    targets: Any,
-    copies: int,
-    later: bool = False,
-) -> Capture:
+def run(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int) -> Pass:
+    """Run the model on a chunk and keep what its layers saw. Whether samples meet is for the caller to know."""
     fixed = {name: value.detach() for name, value in parameters.items()}
     samples = tree_leaves(inputs)[0].shape[0] // copies
-    capture = Capture(model, samples=samples, parameters=fixed, later=later)
+    capture = Capture(model, samples=samples, parameters=fixed, later=True)
     with torch.enable_grad(), capture.listening():
         outputs = call_at(model, fixed, inputs)
         each = _of_each(loss, outputs, targets)
         if each.requires_grad and capture.leaves:
-            torch.autograd.grad(each.sum() / copies, capture.leaves, allow_unused=True)
-    return capture
+            share = torch.full_like(each, 1 / copies)
+            torch.autograd.grad(each, capture.leaves, share, allow_unused=True)
+    return Pass(tree_map(_detached, outputs), each.detach(), capture.uses)
+
+
+def per_sample(
+    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
+) -> dict[str, Gradients]:
+    """The gradient of every sample by a pass that nobody has proved anything about: for synthetic samples only."""
+    uses = run(model, loss, parameters, inputs, targets, copies).uses
+    return add_up(use.gradients(parameters) for use in uses)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def add_up(found: Iterable[dict[str, Gradients]]) -> dict[str, Gradients]:
+    """Add the gradients of several uses of a parameter; one that is not used is missing."""
+    total: dict[str, Gradients] = {}
+    for one in found:
+        for name, g in one.items():
+            total[name] = total[name] + g if name in total else g
+    return total
 
 
 def _of_each(loss: Loss, outputs: Any, targets: Any) -> Tensor:

@@ -110,6 +110,21 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
     return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), **out}
 
 
+def transposed_convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    """A convolution run backwards: for its weight, what went in and what came back change places."""
+    assert isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d)
+    m = x.shape[0] // copies
+    bias = {"bias": Dense(wide(g).reshape(m, copies, g.shape[1], -1).sum((1, 3)))} if layer.bias is not None else {}
+    kernel, stride, padding, dilation = layer.kernel_size, layer.stride, layer.padding, layer.dilation
+    line = isinstance(layer, nn.ConvTranspose1d)
+    if line:
+        x, g = x[:, :, None], g[:, :, None]
+        kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
+    geometry = kernels.Geometry.of([*kernel, *stride, *map(int, padding), *dilation, layer.groups, copies])
+    weight = _conv_weight(g, x, geometry)
+    return {"weight": Dense(weight[:, :, :, 0] if line else weight), **bias}
+
+
 def _conv_weight(x: Tensor, g: Tensor, geometry: kernels.Geometry) -> Tensor:
     """Where there are no kernels: windows of the image and matrix products."""
     kernel, stride, padding, dilation, groups, copies = geometry
@@ -148,7 +163,12 @@ def reparametrised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copie
 
 
 def _of_used_weight(layer: nn.Module) -> list[str]:
-    """The parameters that a convolution's weight is computed from, where it is computed."""
+    """The parameters that a convolution's weight is computed from, where a class of ours computes it.
+
+    Anybody else's function is run within the pass that is traced, as any other layer is.
+    """
+    if not type(layer).__module__.startswith("modelmix."):
+        return []
     compute = getattr(layer, "used_weight", None) if isinstance(layer, nn.Conv1d | nn.Conv2d) else None
     return [] if compute is None else list(inspect.signature(compute).parameters)
 
@@ -196,6 +216,8 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
+    nn.ConvTranspose1d: transposed_convolution,
+    nn.ConvTranspose2d: transposed_convolution,
     nn.GroupNorm: group_norm,
     nn.InstanceNorm1d: instance_norm,
     nn.InstanceNorm2d: instance_norm,

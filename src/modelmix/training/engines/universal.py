@@ -5,6 +5,7 @@ Each sample runs alone, so nothing can leak from one into the gradient of anothe
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import autograd_function
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from modelmix.errors import ModelMixError
 from modelmix.training.gradients import Dense, Gradients
@@ -76,11 +78,6 @@ def one_number(value: Tensor) -> Tensor:
     return value.reshape(()) if value.numel() == 1 else value.mean()
 
 
-def sample_loss(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-    """The mean over the copies of one sample, given as a small batch, of the loss of each."""
-    return mean_loss(loss, call_at(model, parameters, inputs), targets, tree_leaves(inputs)[0].shape[0])
-
-
 def mean_loss(loss: Loss, outputs: Any, targets: Any, copies: int) -> Tensor:
     """The mean over the copies of one sample of the loss of each."""
     if copies == 1:
@@ -94,6 +91,10 @@ def split(tree: Any, copies: int) -> Any:
     return tree_map(lambda t: t.reshape(t.shape[0] // copies, copies, *t.shape[1:]), tree)
 
 
+Kept = list[tuple[Any, Tensor]]
+"""Where the outputs of the model and the loss of every sample are put, if they are asked for."""
+
+
 def per_sample(
     model: nn.Module,
     loss: Loss,
@@ -102,18 +103,52 @@ def per_sample(
     targets: Any,
     copies: int,
     names: AbstractSet[str] | None = None,
+    kept: Kept | None = None,
 ) -> dict[str, Gradients]:
     """The gradient of every sample, by parameter; of all of them, or of those that are named."""
     fixed = {name: value.detach() for name, value in parameters.items()}
     chosen = {name: value for name, value in fixed.items() if names is None or name in names}
+    form: list[Any] = []
 
-    def one(chosen: dict[str, Tensor], x: Any, y: Any) -> Tensor:
-        return sample_loss(model, loss, fixed | chosen, x, y)
+    def one(chosen: dict[str, Tensor], x: Any, y: Any) -> tuple[Tensor, Any]:
+        outputs = call_at(model, fixed | chosen, x)
+        value = mean_loss(loss, outputs, y, tree_leaves(x)[0].shape[0])
+        leaves, spec = tree_flatten(outputs)
+        form[:] = [spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        return value, (tensors, value.detach()) if kept is not None else ()
 
-    each = vmap(grad(one), in_dims=(None, 0, 0), randomness="different")
-    with any_speed():
-        found: dict[str, Tensor] = each(chosen, split(inputs, copies), split(targets, copies))
+    each = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+    with any_speed(), samples_apart():
+        found, aside = each(chosen, split(inputs, copies), split(targets, copies))
+    if kept is not None:
+        tensors = iter(t.flatten(0, 1) if t.dim() > 1 else t for t in aside[0])
+        kept.append((tree_unflatten([next(tensors) if v is None else v for v in form[1]], form[0]), aside[1]))
     return {name: Dense(value) for name, value in found.items()}
+
+
+@contextmanager
+def samples_apart() -> Iterator[None]:
+    """Refuse functions and operators that bring a rule of their own for ``vmap``: it is given the whole batch."""
+    right = autograd_function.VmapInfo
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        op = sys._getframe(1).f_locals.get("op")  # torch makes this for nobody else than such a rule
+        namespace, module = getattr(op, "namespace", None), str(getattr(op, "__module__", ""))
+        ours = namespace in ("aten", "modelmix") if namespace else module.startswith(("torch.", "modelmix."))
+        if not ours:
+            raise OwnRuleError(f"{getattr(op, '__name__', op)} has a vmap rule of its own, which sees the whole batch")
+        return right(*arguments, **named)
+
+    autograd_function.VmapInfo = checked  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        autograd_function.VmapInfo = right  # type: ignore[misc]
+
+
+class OwnRuleError(RuntimeError):
+    """A function would see several samples at once."""
 
 
 def per_sample_loop(
@@ -124,6 +159,7 @@ def per_sample_loop(
     targets: Any,
     copies: int,
     names: AbstractSet[str] | None = None,
+    kept: Kept | None = None,
 ) -> dict[str, Gradients]:
     """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
     free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
@@ -131,15 +167,32 @@ def per_sample_loop(
     batch = split((inputs, targets), copies)
     samples = tree_leaves(batch)[0].shape[0]
     found = {name: free[name].new_zeros(samples, *free[name].shape) for name in wanted}
+    seen: list[tuple[Any, Tensor]] = []
     # All of it with these values: a layer that is computed again by the backward pass reads them again.
     with torch.enable_grad(), running_at(model, free):
         for i in range(samples):
-            x, y = tree_map(lambda t, i=i: t[i], batch)
-            value = mean_loss(loss, call(model, x), y, copies)
+            x, y = tree_map(lambda t, i=i: t[i].clone(), batch)  # nothing of another sample within reach
+            outputs = call(model, x)
+            value = mean_loss(loss, outputs, y, copies)
             if not value.requires_grad:
                 raise ModelMixError("the loss does not depend on any trained parameter.")
             gradients = torch.autograd.grad(value, [free[name] for name in wanted], allow_unused=True)
             for name, g in zip(wanted, gradients, strict=True):
                 if g is not None:
                     found[name][i] = g.to_dense()
+            if kept is not None:
+                seen.append((tree_map(_detached, outputs), value.detach()))
+    if kept is not None:
+        outputs = tree_map(_joined, *(one for one, _ in seen)) if seen else None
+        kept.append((outputs, torch.stack([value for _, value in seen])))
     return {name: Dense(value) for name, value in found.items()}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _joined(*rows: Any) -> Any:
+    if not isinstance(rows[0], Tensor):
+        return rows[0]
+    return torch.cat(rows) if rows[0].dim() else torch.stack(rows)

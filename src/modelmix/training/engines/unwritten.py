@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from modelmix.training.engines import hooks
 from modelmix.training.engines.chunk import ENGINES, Loss, detached, rows, unchanged
 from modelmix.training.gradients import Gradients, Unwritten
+from modelmix.training.guard import Watch
 from modelmix.training.randomness import draws_apart
 
 
@@ -39,12 +40,21 @@ class OfPasses(Unwritten):
     Args:
         engine, model, loss: that give gradients.
         batch: (inputs, targets), every sample of which is ``copies`` rows.
+        watch: that notices what the model keeps from one pass to the next.
     """
 
     def __init__(
-        self, engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
+        self,
+        engine: str,
+        model: nn.Module,
+        loss: Loss,
+        parameters: dict[str, Tensor],
+        batch: Any,
+        copies: int,
+        watch: Watch,
     ) -> None:
         super().__init__(parameters, rows(batch) // copies)
+        self._watch = watch
         self._engine = partial(ENGINES[engine], model, loss, parameters)
         self._batch, self._copies = detached(*batch), copies
         self._seed = int(torch.randint(2**62, (), device="cpu"))
@@ -54,27 +64,9 @@ class OfPasses(Unwritten):
             with draws_apart(self.device), unchanged(self.parameters):
                 torch.manual_seed(self._seed)
                 found = self._engine(*tree_map(torch.clone, self._batch), self._copies, names=names)
+            self._watch.check()
             yield from found.items()
 
 
 def _chosen(found: dict[str, Gradients], names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
     return ((name, g) for name, g in found.items() if name in names)
-
-
-def unwritten_gradients(
-    engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Any, copies: int
-) -> Unwritten:
-    """Those of a chunk, by any engine."""
-    if engine != "hooks":
-        return OfPasses(engine, model, loss, parameters, batch, copies)
-    samples, (inputs, targets) = rows(batch) // copies, batch
-    uses = uses_of_chunk(model, loss, parameters, inputs, targets, copies) if samples else []
-    return OfUses(uses, parameters, samples)
-
-
-def uses_of_chunk(
-    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> list[hooks.Use]:
-    """What layers see of a chunk; every sample is ``copies`` rows in a row."""
-    with unchanged(parameters):
-        return hooks.uses(model, loss, parameters, *detached(inputs, targets), copies)
