@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
-from modelmix.accounting.pld import pld_epsilon
 from modelmix.accounting.ledger import Phase
+from modelmix.accounting.pld import pld_epsilon
 
 A, B = mm.Mechanism(0.335, 0.03, 11.25, 100), mm.Mechanism(2.0, 0.01, law="laplace")
 LEDGER = mm.Ledger().add(A, 300).add(B, 20).add(A, 1)

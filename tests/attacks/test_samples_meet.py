@@ -22,7 +22,7 @@ from modelmix.training.augment import AUGMENTATIONS, apply_augmentation
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine, clipped_sum
 from modelmix.training.parameters import FlatParameters
-from modelmix.training.sampling import check_items_alone, collate_alone
+from modelmix.training.sampling import SeparateCollate, check_items_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:samples run one at a time", "ignore:there is no fast rule")
 
@@ -450,11 +450,14 @@ def test_collate_functions_see_one_item_at_a_time():
         return x - x.mean(0), torch.stack([y for _, y in items])
 
     items = [(torch.randn(3), torch.tensor(i)) for i in range(4)]
-    x, y = collate_alone(centred)(items)
+    (x, y), fits = SeparateCollate(centred, items[0])(items)
     assert x.shape == (4, 3)
     assert not x.any()
     assert y.tolist() == [0, 1, 2, 3]
-    assert collate_alone(None) is torch.utils.data.default_collate
     ragged = [(torch.randn(i + 1), torch.tensor(i)) for i in range(3)]
-    with pytest.raises(UnprovedError, match="Pad every sample to one length"):
-        collate_alone(lambda items: torch.utils.data.default_collate(items))(ragged)
+    for own in (None, lambda items: torch.utils.data.default_collate(items)):
+        (x, y), fits = SeparateCollate(own, ragged[0])(ragged)
+        assert fits.tolist() == [1, 0, 0]
+        assert x.shape == (3, 1)
+        assert not x[1:].any()
+        assert y.tolist() == [0, 0, 0]

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import modelmix as mm
 from modelmix import files
 from modelmix.training import Performance, Randomness, rules, trainer
-from modelmix.training.engines import engine
+from modelmix.training.engines import Engine
 from modelmix.training.folder import RunFolder
 
 pytestmark = [
@@ -121,17 +121,17 @@ def interrupt(monkeypatch):
     def at(chunk: int) -> None:
         seen = [0]
 
-        def sum_of_chunk(*arguments: object) -> object:
+        def clipped_sum(*arguments: object) -> object:
             seen[0] += 1
             if seen[0] == chunk:
                 raise KeyboardInterrupt
             return genuine(*arguments)
 
-        monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+        monkeypatch.setattr(Engine, "__call__", clipped_sum)
 
-    genuine = engine.sum_of_chunk
+    genuine = Engine.__call__
     yield at
-    monkeypatch.setattr(engine, "sum_of_chunk", genuine)
+    monkeypatch.setattr(Engine, "__call__", genuine)
 
 
 @pytest.mark.parametrize("source", ["tensors", "dataset", "workers"])
@@ -269,14 +269,14 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch
 def test_any_failure_keeps_the_steps_taken(tmp_path, monkeypatch):
     """The model carries the last state afterwards, so its ledger lines are on disk, whatever went wrong."""
     one = make(tmp_path)
-    genuine = engine.sum_of_chunk
+    genuine = Engine.__call__
 
-    def sum_of_chunk(*arguments: object) -> object:
+    def clipped_sum(*arguments: object) -> object:
         if one.step == 3:
             raise RuntimeError("out of memory")
         return genuine(*arguments)
 
-    monkeypatch.setattr(engine, "sum_of_chunk", sum_of_chunk)
+    monkeypatch.setattr(Engine, "__call__", clipped_sum)
     with pytest.raises(RuntimeError, match="out of memory"):
         finish(one)
     assert RunFolder(tmp_path).load_ledger().steps == 3

@@ -40,7 +40,7 @@ def test_a_sum_that_is_no_number_makes_no_step(value):
     total = zero.clone()
     total[3] = value
     how = {"mechanism": mm.Mechanism(0.7, 0.1, 3.0), "clip": 2.0, "eta": 0.3, "expected_batch": 5.0}
-    with pytest.raises(mm.ModelMixError, match="sum of clipped gradients is not finite"):
+    with pytest.raises(mm.ModelMixError, match="sum of clipped gradients or the new state is not finite"):
         take_step(State(zero, zero, zero), total, Randomness(9).step(), rule=Rule("mix"), **how)
 
 

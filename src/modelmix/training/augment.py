@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.training.guard import ALONE, WatchedFunction
+from modelmix.training.guard import ALONE
+from modelmix.training.memory import WatchedFunction
+from modelmix.training.randomness import draws_apart
 
 Augment = Callable[[Any, torch.Generator], Any]
 
@@ -65,7 +67,13 @@ def apply_augmentation(augment: Augment, inputs: Any, generator: torch.Generator
     if not count:
         return inputs
     memory = WatchedFunction(augment, "augment")
-    rows = [augment(tree_map(lambda t, i=i: t[i : i + 1].clone(), inputs), generator) for i in range(count)]
+    seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
+    rows = []
+    with draws_apart(generator.device):
+        for i, seed in enumerate(seeds):  # how much one row draws, or that it seeds anew, is nothing to the next
+            torch.manual_seed(seed)
+            own = torch.Generator(generator.device).manual_seed(seed)
+            rows.append(augment(tree_map(lambda t, i=i: t[i : i + 1].clone(), inputs), own))
     memory.check()
     for row in rows:
         _check_form(row, inputs)

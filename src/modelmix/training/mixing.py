@@ -27,6 +27,8 @@ def padded_gap(last: Tensor, previous: Tensor, tau: float, padding: str) -> Tens
     """
     if padding not in PADDINGS:
         raise ModelMixError(f"padding = {padding!r} is unknown: choose one of {', '.join(PADDINGS)}.")
+    if not tau >= 0:
+        raise ModelMixError(f"a mixing threshold of {tau:g} widens nothing: it must be at least 0.")
     gap = last - previous
     # sign(0) is +1: two equal coordinates must be mixed as well.
     sign = torch.where(gap >= 0, 1.0, -1.0).to(gap.dtype)

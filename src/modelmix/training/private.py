@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from modelmix.accounting.guarantee import Guarantee
@@ -43,11 +43,19 @@ from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.files import write_atomically
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.guard import ALONE, SAME_SET, Watch, check_mechanism, check_model, require_one_process
+from modelmix.training.guard import ALONE, check_mechanism, check_model, require_one_process
+from modelmix.training.memory import SAME_SET, Watch
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.rules import Rule, State, noise, take_step
-from modelmix.training.sampling import POISSON, _Lazy, _pair, check_items_alone, collate_alone
+from modelmix.training.sampling import (
+    POISSON,
+    SeparateCollate,
+    _Lazy,
+    _pair,
+    check_items_alone,
+    say_what_does_not_fit,
+)
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
 _CRITERION = (
@@ -206,8 +214,10 @@ class _Loop:
             )
         _check_optimizer(optimizer, model, self.rule)
         check_items_alone(loader.dataset)
-        self.collate = collate_alone(loader.collate_fn)
-        probe = _pair(self.collate([loader.dataset[0]]))  # its shapes and dtypes, which are public
+        self.collate = SeparateCollate(loader.collate_fn, loader.dataset[0])
+        probe = _pair(self.collate([loader.dataset[0]])[0])  # its shapes and dtypes, which are public
+        self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
+        self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.engine = engines.Engine(model, loss, probe)
         self.randomness = Randomness(seed)
         self.name = uuid.uuid4().hex
@@ -323,11 +333,29 @@ class _Loop:
         if arguments and named:
             raise ModelMixError("give the model its inputs all by position or all by name in a private loop.")
         inputs: Any = named or (arguments[0] if len(arguments) == 1 else arguments)
-        if not _are_of(inputs, self.batch):
+        places = _places_in(inputs, self.batch)
+        if places is None:
             return self.original(*arguments, **named)
         if self.passed is None:
+            self._require_one_way(places)
             self.passed = self._private_pass(inputs)
         return self.passed.outputs
+
+    def _require_one_way(self, places: Any) -> None:
+        """Refuse a pass that is not made as the first one was: the choice may hang on what is in the batch."""
+        self.taken = places if self.taken is None else self.taken
+        if places != self.taken:
+            raise UnprovedError(
+                ALONE,
+                "the model is given other parts of the batch than in the first pass.",
+                "Give it the same ones in every step; what depends on a sample belongs into the model or the dataset.",
+            )
+        if self.modes != _modes(self.model):
+            raise UnprovedError(
+                ALONE,
+                "a module was put into another mode (train or eval) than it was in before the first draw.",
+                "Call model.train() before the loop over the loader, and before every further one.",
+            )
 
     def _private_pass(self, inputs: Any) -> _Pass:
         assert self.pending is not None
@@ -358,7 +386,7 @@ class _Loop:
         """
         passed, batch = self.passed, self.batch
         ours = passed is not None and _identical(outputs, passed.outputs) and torch.is_grad_enabled()
-        if not ours or passed is None or not _are_of(targets, batch):
+        if not ours or passed is None or _places_in(targets, batch) is None:
             value: Tensor = self.loss(outputs, targets)
             return value
         reduction = getattr(self.loss, "reduction", "mean")
@@ -368,21 +396,27 @@ class _Loop:
         return found
 
 
-def _are_of(given: Any, batch: Any) -> bool:
-    """Whether every tensor is one of the batch, whole and unchanged; a copy on another device or in another dtype is.
+def _places_in(given: Any, batch: Any) -> Any:
+    """Which tensors of the batch are given, and in which structure; None if one is no tensor of it.
 
-    What is computed from the batch, or put together of it, is not.
+    A tensor of the batch is one that is whole and unchanged, perhaps a copy on another device. What is computed from
+    the batch, converted to another type or put together of it, is not.
     """
     have = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
-    leaves = tree_leaves(given)
-    return bool(leaves) and all(isinstance(t, Tensor) and any(_equal(t, other) for other in have) for t in leaves)
+    leaves, form = tree_flatten(given)
+    found = [next((i for i, t in enumerate(have) if isinstance(v, Tensor) and _equal(v, t)), None) for v in leaves]
+    return None if not leaves or None in found else (form, found)
 
 
 def _equal(t: Tensor, other: Tensor) -> bool:
-    if t.shape != other.shape:
+    if t.shape != other.shape or t.dtype != other.dtype:
         return False
-    other = other.to(t.device, t.dtype)
+    other = other.to(t.device)
     return torch.equal(t, other) or bool(((t == other) | ((t != t) & (other != other))).all())
+
+
+def _modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
 
 
 def _identical(given: Any, returned: Any) -> bool:
@@ -501,7 +535,7 @@ class PrivateLoader:
             pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
         )
-        for batch in batches:
+        for batch, fits in batches:
             if loop.pending is not None:
                 raise UnprovedError(
                     ONE_DRAW,
@@ -522,7 +556,9 @@ class PrivateLoader:
                     "collate_fn gives another number of rows than it is given samples.",
                     "Return one row for every sample.",
                 )
-            loop.pending, loop.passed = part, None
+            say_what_does_not_fit(fits)
+            loop.modes = _modes(loop.model) if loop.modes is None else loop.modes
+            loop.pending, loop.passed = replace(part, weights=part.weights * fits), None
             # Copies of our own: what the loop does to its batch in place must not pass for the batch.
             loop.batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (inputs, targets))
             yield batch
@@ -566,8 +602,8 @@ class PrivateOptimizer(Optimizer):
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
         held = ["every item of the dataset was made from one sample alone, not centred by the mean of all, say"]
-        if loop.engine.name == "loop":
-            held.append("model and criterion keep no memory of one sample while they run the next")
+        if loop.engine.name != "hooks":
+            held.append("model and criterion keep nothing of one sample outside of the process while they run others")
         planned = loop.planned
         excluded = ("what the loop prints or does with outputs and losses of training samples",)
         return replace(planned, seeded=loop.ledger.seeded, assumed=(*planned.assumed, *held), excluded=excluded)
@@ -691,6 +727,12 @@ class PrivateOptimizer(Optimizer):
         if not isinstance(state_dict.get("modelmix"), dict):
             raise ModelMixError("this state dict has no ledger: it is not one of a private optimizer.")
         private = state_dict["modelmix"]
+        if loop.pending is not None or loop.added:
+            raise UnprovedError(
+                ONE_DRAW,
+                "a draw was given out and is not stepped on: loading a state now would throw it away.",
+                "Take the step and load then; which draws count must not depend on what is in them.",
+            )
         loop.randomness.refresh()  # before anything else: the key of a step serves one computation
         loop.take_on(private)
         self._original.load_state_dict({key: value for key, value in state_dict.items() if key != "modelmix"})

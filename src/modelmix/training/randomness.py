@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,9 @@ class Randomness:
     def comes_to(self, draws: StepRandomness) -> bool:
         """Whether these are the draws of the coming step."""
         return draws.same_as(self.step())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelMixError("what holds the key of coming noise is not copied: make a new trainer or loop instead.")
 
     def state(self) -> dict[str, str | bool]:
         """What a checkpoint keeps. Secret: it holds the noise of the steps to come."""

@@ -8,6 +8,7 @@ free, while a buffer of unmixed noisy gradients would carry them past the mixing
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,6 +176,8 @@ def propose_step(
     whose gap was padded; where the natural gap is wider, the uniform part is wider too.
     """
     count, device = state.last.numel(), state.last.device
+    if not 0 < eta < math.inf:
+        raise ModelMixError(f"a learning rate of {eta:g} makes no step: it must be above 0.")
     unit = clip / expected_batch
     tau = mechanism.mixing_width * unit * eta
     centre, gap = rule.propose(state, eta, tau)
@@ -200,4 +203,4 @@ def take_step(state: State, total: Tensor, draws: StepRandomness, **how: Any) ->
 
 
 def _mixed(gap: Tensor | None, tau: float) -> Tensor:
-    return torch.tensor(False) if gap is None else (gap.abs() >= tau * (1 - 1e-12)).all()
+    return torch.tensor(False) if gap is None or not tau > 0 else (gap.abs() >= tau * (1 - 1e-12)).all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
@@ -128,12 +129,14 @@ class DatasetSource:
         self.dataset, self.workers = dataset, workers
         self._digest: str | None = None
         self.n = len(dataset)  # type: ignore[arg-type]
+        self._collate = SeparateCollate(None, dataset[0]) if self.n else None
 
     def to(self, device: torch.device) -> DatasetSource:
         return self
 
     def head(self, count: int) -> tuple[Any, Any]:
-        return _pair(torch.utils.data.default_collate([self.dataset[i] for i in range(min(count, self.n))]))
+        assert self._collate is not None
+        return _pair(self._collate([self.dataset[i] for i in range(min(count, self.n))])[0])
 
     def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
         # The loader reads ahead, so what it has been asked for waits here until it arrives.
@@ -148,7 +151,10 @@ class DatasetSource:
                     weights.append(weight)
                     yield index.tolist()
 
-        loader = iter(DataLoader(self.dataset, batch_sampler=_Lazy(ordered()), num_workers=self.workers))
+        batches = _Lazy(ordered())
+        loader = iter(
+            DataLoader(self.dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=self._collate)
+        )
         arrived: deque[Any] = deque()
         while True:
             while not counts:
@@ -162,9 +168,10 @@ class DatasetSource:
 
     def _chunks(self, count: int, arrived: deque[Any], loader: Any, weights: deque[Tensor]) -> Iterator[Chunk]:
         for _ in range(count):
-            batch = arrived.popleft() if arrived else next(loader)
+            batch, fits = arrived.popleft() if arrived else next(loader)
+            say_what_does_not_fit(fits)
             inputs, targets = _pair(batch)
-            yield Chunk(inputs, targets, weights.popleft())
+            yield Chunk(inputs, targets, weights.popleft() * fits)
 
     def repeatable(self) -> str | None:
         """A digest of all samples; None if an item is not the same twice: a ``Dataset`` may augment."""
@@ -320,30 +327,72 @@ def _arrays(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) ->
     return [t for value in inside for t in _arrays(value, n, depth - 1, met)]
 
 
-def collate_alone(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-    """Return a collate function that never shows one item to another.
+class SeparateCollate:
+    """A collate function that never shows one item to another, and gives batches of one fixed form.
 
-    torch's ``default_collate`` stacks items and is used as it is. Any other is called with one item at a time, and the
-    batches of one that it makes are put behind each other.
+    Every item is collated on its own and brought to the types of a first one, whose form is public; the rows are put
+    behind each other. torch's ``default_collate`` would convert all items of a batch to the widest type among them. An
+    item of another form, which says nothing about the others, becomes zeros and does not count.
 
-    Raises:
-        UnprovedError: when the batches of one have different shapes, so that padding would depend on the others.
+    Args:
+        collate_fn: the loader's; None takes torch's.
+        first: an item.
+
+    Returns:
+        On call: the batch, and for every row 1.0, or 0.0 if it does not count.
     """
-    if collate_fn is None or collate_fn is torch.utils.data.default_collate:
-        return torch.utils.data.default_collate
 
-    def join(*parts: Any) -> Any:
-        if not isinstance(parts[0], Tensor):
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None, first: Any) -> None:
+        usual = collate_fn is None or collate_fn is torch.utils.data.default_collate
+        self._collate = torch.utils.data.default_collate if usual or collate_fn is None else collate_fn
+        self._alike = _raw_form(first) if usual else None
+        self._rows, self._form = tree_flatten(self._collate([first]))
+        if not self._rows or not all(isinstance(t, Tensor) for t in self._rows):
             raise ModelMixError("collate_fn must give tensors, or tuples or dicts of them.")
-        if any(t.dim() == 0 or t.shape[1:] != parts[0].shape[1:] or t.shape[0] != 1 for t in parts):
+        if any(t.dim() == 0 or t.shape[0] != 1 for t in self._rows):
             raise UnprovedError(
-                ALONE,
-                "collate_fn gives samples of different shapes, or not one row for one item.",
-                "Pad every sample to one length in the dataset.",
+                ALONE, "collate_fn does not give one row for one item.", "Return one row for every sample."
             )
-        return torch.cat(parts)
+        self._rows = [torch.zeros_like(t) for t in self._rows]
 
-    def collate(items: list[Any]) -> Any:
-        return tree_map(join, *(collate_fn([item]) for item in items))
+    def __call__(self, items: list[Any]) -> tuple[Any, Tensor]:
+        if self._alike is not None and all(_raw_form(item) == self._alike for item in items):
+            return self._collate(items), torch.ones(len(items), dtype=torch.float64, device="cpu")
+        rows = [self._row(item) for item in items]
+        fits = torch.tensor([row is not None for row in rows], dtype=torch.float64, device="cpu")
+        found = [torch.cat(parts) for parts in zip(*(row or self._rows for row in rows), strict=True)]
+        return tree_unflatten(found, self._form), fits
 
-    return collate
+    def _row(self, item: Any) -> list[Tensor] | None:
+        """The tensors of one item; None if they have another form than those of the first."""
+        try:
+            leaves, form = tree_flatten(self._collate([item]))
+        except (TypeError, RuntimeError):  # of no type that can be collated
+            return None
+        if form != self._form or not all(isinstance(t, Tensor) for t in leaves):
+            return None
+        if any(t.shape != own.shape or not _converts(t, own) for t, own in zip(leaves, self._rows, strict=True)):
+            return None
+        return [t.to(own.dtype) for t, own in zip(leaves, self._rows, strict=True)]
+
+
+def say_what_does_not_fit(fits: Tensor) -> None:
+    """Warn the data holder of items that do not count."""
+    if not bool(fits.all()):
+        warnings.warn(
+            "items of another shape or type than the first one of the dataset count as zero: give all of them one "
+            "form. (This line is for the data holder's eyes.)",
+            stacklevel=2,
+        )
+
+
+def _converts(t: Tensor, wanted: Tensor) -> bool:
+    """Whether a type may stand for another: both floating, or both whole numbers."""
+    kinds = [(x.is_floating_point(), x.is_complex(), x.dtype == torch.bool) for x in (t, wanted)]
+    return kinds[0] == kinds[1]
+
+
+def _raw_form(item: Any) -> Any:
+    """Equal for items that torch stacks without converting any of them."""
+    leaves, form = tree_flatten(item)
+    return form, [(type(v), getattr(v, "dtype", None), tuple(getattr(v, "shape", ()))) for v in leaves]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +37,9 @@ from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.evaluation import evaluate, evaluating, is_classification
-from modelmix.training.guard import Watch, check_mechanism, check_model, require_one_process
+from modelmix.training.guard import check_mechanism, check_model, require_one_process
 from modelmix.training.identity import code_digest
+from modelmix.training.memory import Watch
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
@@ -186,6 +188,7 @@ class Trainer:
         self._watch = Watch(model)
         self._written = self._flat.versions()
         self._kept = self._state
+        self._alone = threading.Lock()
         self._record: Record | None = None
         if folder is not None:
             self._record = Record(folder, self._settings(), self._plan, seed, self._fingerprint)
@@ -318,15 +321,20 @@ class Trainer:
             if evaluate_every is None
             else whole("evaluate_every", evaluate_every, "the number of steps between evaluations", least=1)
         )
-        self._check_untouched()
-        self._plan.require(self.step + steps)
-        end = self.step + steps
-        if self._record is None:
-            self._loop(end, every, progress)
-        else:
-            with self._record:
+        if not self._alone.acquire(blocking=False):
+            raise ModelMixError("this trainer is running in another thread: a draw makes one step, in one thread.")
+        try:
+            self._check_untouched()
+            self._plan.require(self.step + steps)
+            end = self.step + steps
+            if self._record is None:
                 self._loop(end, every, progress)
-                self._finish()
+            else:
+                with self._record:
+                    self._loop(end, every, progress)
+                    self._finish()
+        finally:
+            self._alone.release()
         return self
 
     def _loop(self, end: int, every: int, progress: bool | None) -> None:
@@ -470,8 +478,7 @@ class Trainer:
         """The ledger line of a step, before its state exists."""
         line = self._spent.steps + step
         if line <= self._ledger.steps:
-            # Written before the process stopped, for a state that was never kept. The same randomness and data give
-            # the same state again, so nothing more is spent.
+            # Written before the process stopped, for a state that was never kept and that nobody has seen.
             if self._ledger.mechanism_at(line) != mechanism:
                 raise UnprovedError(
                     "a step runs the mechanism that its ledger line names",
@@ -504,8 +511,8 @@ class Trainer:
     def _preconditions(self) -> list[str]:
         """What nobody can prove from outside."""
         out = ["every row of the training data was made from one sample alone, not centred by the mean of all, say"]
-        if self._engine.name == "loop":
-            out.append("the model keeps no memory of one sample while it runs the next")
+        if self._engine.name != "hooks":
+            out.append("the model keeps nothing of one sample outside of the process while it runs the others")
         return out
 
     def _chunk_size(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from modelmix.training.engines.independence import OPAQUE, PUBLIC, Call, Rows, Value, rule, same_size
+from modelmix.training.engines.independence import ALL, OPAQUE, PUBLIC, Call, Rows, Value, rule, same_size
 
 
 def _list(value: Any) -> list[Any]:
@@ -94,6 +94,15 @@ def created(call: Call) -> Value:
     """All entries are alike, or drawn independently, however many samples there are."""
     call.require_public(*(name for name in ("fill_value", "low", "high") if name in call.arguments))
     return call.of_shape(call.out.shape)
+
+
+@rule(
+    "arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices", "randperm", "hann_window",
+    "hamming_window", "blackman_window", "bartlett_window", "kaiser_window",
+)  # fmt: skip
+def constant(call: Call) -> Value:
+    """Numbers, of a fixed shape: no argument is computed from the number of samples."""
+    return PUBLIC
 
 
 _FILLS = ("fill_", "copy_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
@@ -245,6 +254,8 @@ def slice_(call: Call) -> Value:
             raise call.refuse()
     rank = len(call.out.shape)
     dim, start, end = call["dim"] % rank, call["start"] or 0, call["end"]
+    if dim == where and not isinstance(end, fx.Node) and end is not None and end < ALL:
+        raise call.refuse("a slice of the batch")  # in small batches all of it is taken, in larger ones it is not
     if isinstance(start, fx.Node) or (isinstance(end, fx.Node) and dim != where):
         raise call.refuse("slice computes with the number of samples")
     if where is None:

@@ -15,7 +15,7 @@ from modelmix.errors import ModelMixError
 from modelmix.training.engines import hooks, universal
 from modelmix.training.engines.chunk import ENGINES, Loss, unchanged
 from modelmix.training.gradients import Gradients
-from modelmix.training.guard import Watch
+from modelmix.training.memory import Watch
 
 _PROBE = 3
 

@@ -32,7 +32,7 @@ from modelmix.training.engines.layers import rule_for, wide
 from modelmix.training.engines.trace import ProvedPass, unproved
 from modelmix.training.engines.unwritten import OfPasses, OfUses
 from modelmix.training.gradients import Dense, Gradients, Unwritten
-from modelmix.training.guard import Watch, WatchedFunction
+from modelmix.training.memory import Watch, WatchedFunction
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import draws_apart
 
@@ -221,9 +221,7 @@ class Engine:
         proved = self._proved(parameters, x, targets, copies, loss) if samples else None
         if proved is None and samples:
             name = "universal" if self.name == "hooks" else self.name
-            return OfPasses(
-                name, self._model, loss, parameters, (x, targets), copies, Watch(self._model, attributes=True)
-            )
+            return OfPasses(name, self._model, loss, parameters, (x, targets), copies, self._watch(parameters))
         uses = proved.uses(parameters, *detached(x, targets))[0] if proved is not None else []
         return OfUses(uses, parameters, samples)
 
@@ -235,7 +233,10 @@ class Engine:
             return None
         try:
             with self._draws_apart():
-                return self._pass_for(parameters, inputs, targets, copies, loss)
+                found = self._pass_for(parameters, inputs, targets, copies, loss)
+            if found is not None and not found.holds_for(inputs, targets):
+                raise MeetingError("the model asks how large a batch is, and the answer is another one here")
+            return found
         except (MeetingError, ModelMixError) as reason:
             warnings.warn(f"samples of this shape run one at a time, which is right and slower: {reason}", stacklevel=4)
             return None
@@ -259,13 +260,16 @@ class Engine:
             if kept is not None:
                 kept.append((rest[0], rest[1]))
         else:
-            watch, criterion = Watch(self._model, attributes=True), WatchedFunction(self._loss, "the criterion")
+            watch, criterion = self._watch(parameters), WatchedFunction(self._loss, "the criterion")
             name = "universal" if self.name == "hooks" else self.name
             with unchanged(parameters):
                 found = ENGINES[name](self._model, loss, parameters, *detached(inputs, targets), copies, kept=kept)
             watch.check()
             criterion.check()
         return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
+
+    def _watch(self, parameters: dict[str, Tensor]) -> Watch:
+        return Watch(self._model, attributes=True, parameters=parameters)
 
     def _compiled_sum(
         self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int

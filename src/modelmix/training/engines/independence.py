@@ -51,6 +51,9 @@ Rule = Callable[["Call"], Any]
 RULES: dict[str, Rule] = {}
 """By the name of an operation without its overload, "aten::add" for instance; in-place variants share it."""
 
+ALL = 2**63 - 1
+"""The end of a slice that has none."""
+
 SIZES: dict[str, frozenset[str]] = {}
 """Arguments of an operation that may be computed from the number of samples: they are shapes."""
 
@@ -267,7 +270,7 @@ def _apply(call: Call, owner: dict[fx.Node, fx.Node]) -> Any:
     known = RULES.get(base)
     if known is not None:
         found = known(call)
-    elif all(call.value_of(n) is PUBLIC for n in call.tensors()):
+    elif call.tensors() and all(call.value_of(n) is PUBLIC for n in call.tensors()) and not _is_memory(base):
         found = _public(call)
     else:
         raise MeetingError(f"{name.replace('::', '.')} is not known to keep samples apart")
@@ -298,6 +301,11 @@ def _written(call: Call) -> bool:
     if written != [0] or not schema.name.endswith("_"):
         raise MeetingError(f"{schema.name.replace('::', '.')} writes to its arguments")
     return True
+
+
+def _is_memory(name: str) -> bool:
+    """Whether an operation shows memory that nobody has written to, in which another sample may have left something."""
+    return name.partition("::")[2].lstrip("_").startswith(("empty", "new_empty", "resize", "set"))
 
 
 def _public(call: Call) -> Any:

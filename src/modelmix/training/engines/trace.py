@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
@@ -27,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.training.engines import hooks
-from modelmix.training.engines.independence import MeetingError, Rows, prove
+from modelmix.training.engines.independence import ALL, MeetingError, Rows, prove
 from modelmix.training.engines.universal import Loss
 from modelmix.training.gradients import Gradients
 from modelmix.training.guard import ALONE
@@ -35,7 +36,6 @@ from modelmix.training.guard import ALONE
 _HINTS = ((7, 11, 13, 17, 19), (67, 71, 73, 79, 83))
 """Numbers of samples that the two traces are made with; the first of each that is no size of a tensor at hand."""
 
-_ALL = 2**63 - 1  # the end of a slice that has none
 _SMALL = 4096  # entries of a constant that are compared
 _ZEROED: dict[Any, Any] = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
@@ -51,6 +51,7 @@ class _Trace:
     Args:
         module: of parameters, inputs and targets, flat; gives tensors of the model's outputs, losses, what layers saw.
         samples: the symbol m; hint: what it stood for while tracing.
+        shapes: what tracing has supposed about m.
         form: of the model's outputs.
         leaves: of the outputs; None for a tensor.
         uses: without what was seen, and how many tensors that is.
@@ -58,6 +59,7 @@ class _Trace:
 
     module: fx.GraphModule
     samples: Any
+    shapes: ShapeEnv
     hint: int
     form: TreeSpec
     leaves: list[Any]
@@ -85,18 +87,21 @@ class ProvedPass:
         one, other = (_traced(model, loss, case, copies, hints) for hints in _HINTS)
         if _rules(one) != _rules(other):
             raise MeetingError("a layer is used otherwise in larger batches")
+        traces = [one, other]
         if _text(one.module) != _text(other.module):
             _generalise(one, other, case, copies)
+            traces = [one]
         self._form, self._leaves, self._uses = one.form, one.leaves, one.uses
-        count = len(parameters)
-        batch = [i >= count for i in range(len(tree_flatten(case)[0]))]
-        values = prove(one.module.graph, one.samples, batch)
-        results = _results(one.module.graph)
+        batch = [i >= len(parameters) for i in range(len(tree_flatten(case)[0]))]
+        self._dims, *same = (_dims_of_results(trace, batch) for trace in traces)
+        if same and same[0] != self._dims:
+            raise MeetingError("larger batches are laid out otherwise")
+        # The graph is one and proved for both; which numbers of samples that covers is what the traces supposed.
+        self._supposed = [_suppositions(trace) for trace in traces]
+        self._holds: dict[int, bool] = {}
         tensors = sum(leaf is None for leaf in one.leaves)
-        for node in results[tensors:]:
-            if isinstance(values[node], Rows) and values[node].dim != 0:
-                raise MeetingError("a layer does not have the samples first")
-        self._dims = [values[node].dim if isinstance(values[node], Rows) else None for node in results]
+        if any(self._dims[tensors:]):
+            raise MeetingError("a layer does not have the samples first")
         self._any_layout = _simplify(one.module.graph)
         for node in one.module.graph.nodes:
             node.meta.clear()  # fake tensors, and with them all that is known of shapes
@@ -123,12 +128,24 @@ class ProvedPass:
         found = iter(seen)
         return [replace(use, seen=tuple(islice(found, count))) for use, count in self._uses], outputs, losses
 
+    def holds_for(self, inputs: Any, targets: Any) -> bool:
+        """Whether the proof covers this number of samples: whether one of the traces has supposed nothing else."""
+        samples = max(2, tree_leaves((inputs, targets))[0].shape[0] // self._copies)
+        if samples not in self._holds:
+            self._holds[samples] = any(
+                all(part.xreplace({symbol: sympy.Integer(samples)}) == sympy.true for part in parts)
+                for symbol, parts in self._supposed
+            )
+        return self._holds[samples]
+
     def _is_one(self, inputs: Any, targets: Any) -> bool:
         return bool(tree_leaves((inputs, targets))[0].shape[0] == self._copies)
 
     def _replay(
         self, module: fx.GraphModule, parameters: dict[str, Tensor], inputs: Any, targets: Any
     ) -> tuple[list[Any], Any, Tensor]:
+        if not self.holds_for(inputs, targets):
+            raise MeetingError("it was proved for other numbers of samples only")
         given, one = tree_leaves((inputs, targets)), self._is_one(inputs, targets)
         if not self._any_layout:
             given = [t.contiguous() for t in given]
@@ -164,6 +181,25 @@ def unproved(reason: Any) -> UnprovedError:
     )
 
 
+def _dims_of_results(trace: _Trace, batch: list[bool]) -> list[int | None]:
+    """Prove a trace, and find where its results hold samples."""
+    values = prove(trace.module.graph, trace.samples, batch)
+    results = (values[node] for node in _results(trace.module.graph))
+    return [value.dim if isinstance(value, Rows) else None for value in results]
+
+
+def _suppositions(trace: _Trace) -> tuple[Any, list[Any]]:
+    """The symbol m, and what must be true of it for the trace to be the same.
+
+    Torch notes every question about m that its code has asked while tracing (is it below 16?) and that is not answered
+    alike for all numbers of samples.
+    """
+    shapes = trace.shapes
+    if shapes.deferred_runtime_asserts or len(shapes.var_to_range) > 1:
+        raise MeetingError("a shape depends on values")
+    return trace.samples, [guard.expr for guard in shapes.guards]
+
+
 def _half(t: Tensor, dim: int | None) -> Tensor:
     return t if dim is None else t.narrow(dim, 0, t.shape[dim] // 2)
 
@@ -173,7 +209,7 @@ def _traced(model: nn.Module, loss: Loss, case: Any, copies: int, hints: tuple[i
     count = len(case[0])
     taken = {size for t in (*flat, *model.buffers(), *model.parameters()) for size in t.shape}
     hint = next((h for h in hints if h not in taken and h * copies not in taken), hints[-1])
-    symbol, fake = _fake(flat, count, copies, hint)
+    symbol, shapes, fake = _fake(flat, count, copies, hint)
     kept: dict[str, Any] = {}
 
     def line(*flat: Tensor) -> list[Tensor]:
@@ -195,11 +231,14 @@ def _traced(model: nn.Module, loss: Loss, case: Any, copies: int, hints: tuple[i
     if not isinstance(module.graph, fx.Graph) or not kept:
         raise MeetingError("it cannot be traced")
     _normalise(module.graph)
-    return _Trace(module, symbol, hint, kept["form"], kept["leaves"], kept["uses"])
+    return _Trace(module, symbol, shapes, hint, kept["form"], kept["leaves"], kept["uses"])
 
 
-def _fake(flat: list[Tensor], count: int, copies: int, hint: int) -> tuple[Any, list[Tensor]]:
-    """The symbol m, and tensors without values of which all but the first ``count`` have m * copies rows."""
+def _fake(flat: list[Tensor], count: int, copies: int, hint: int) -> tuple[Any, ShapeEnv, list[Tensor]]:
+    """The symbol m, what is known of it, and tensors without values.
+
+    All but the first ``count`` of these have m * copies rows.
+    """
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     source = ConstantSource("samples")
@@ -207,7 +246,7 @@ def _fake(flat: list[Tensor], count: int, copies: int, hint: int) -> tuple[Any, 
     samples: Any = shapes.create_symintnode(symbol, hint=hint, source=source)
     with mode:
         rows = [torch.empty(samples * copies, *t.shape[1:], dtype=t.dtype, device=t.device) for t in flat[count:]]
-    return symbol, [*(mode.from_tensor(t.detach(), static_shapes=True) for t in flat[:count]), *rows]
+    return symbol, shapes, [*(mode.from_tensor(t.detach(), static_shapes=True) for t in flat[:count]), *rows]
 
 
 def _generalise(one: _Trace, other: _Trace, case: Any, copies: int) -> None:
@@ -255,7 +294,7 @@ def _generalise(one: _Trace, other: _Trace, case: Any, copies: int) -> None:
             a.args = both(a.args, b.args)
             a.kwargs = {k: both(v, b.kwargs.get(k)) for k, v in a.kwargs.items()}
     one.module.recompile()
-    one.samples, fake = _fake(flat, len(case[0]), copies, one.hint)
+    one.samples, one.shapes, fake = _fake(flat, len(case[0]), copies, one.hint)
     with torch.no_grad():
         try:
             one.module = make_fx(one.module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fake)
@@ -306,8 +345,8 @@ def _normalise(graph: fx.Graph) -> None:
             if node.target is torch.ops.aten.zeros.default:
                 node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
         value, other = node.meta.get("val"), None
-        if (node.target is torch.ops.aten.slice.Tensor and node.args[2:] in ((0, _ALL), (0, _ALL, 1))) or (
-            node.target is torch.ops.aten.slice_backward.default and node.args[3:] == (0, _ALL, 1)
+        if (node.target is torch.ops.aten.slice.Tensor and node.args[2:] in ((0, ALL), (0, ALL, 1))) or (
+            node.target is torch.ops.aten.slice_backward.default and node.args[3:] == (0, ALL, 1)
         ):
             other = node.args[0]
         elif node.op == "call_function" and isinstance(value, torch.SymInt):

@@ -5,6 +5,7 @@ Each sample runs alone, so nothing can leak from one into the gradient of anothe
 
 from __future__ import annotations
 
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._functorch import autograd_function
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from modelmix.errors import ModelMixError
 from modelmix.training.gradients import Dense, Gradients
+from modelmix.training.randomness import draws_apart
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -168,9 +171,11 @@ def per_sample_loop(
     samples = tree_leaves(batch)[0].shape[0]
     found = {name: free[name].new_zeros(samples, *free[name].shape) for name in wanted}
     seen: list[tuple[Any, Tensor]] = []
+    seeds, device = torch.randint(2**31, (samples,), device="cpu").tolist(), tree_leaves(batch)[0].device
     # All of it with these values: a layer that is computed again by the backward pass reads them again.
-    with torch.enable_grad(), running_at(model, free):
+    with torch.enable_grad(), running_at(model, free), _generators_apart(device):
         for i in range(samples):
+            _seed_all(seeds[i])  # how much one sample draws, or that it seeds anew, is nothing to the next
             x, y = tree_map(lambda t, i=i: t[i].clone(), batch)  # nothing of another sample within reach
             outputs = call(model, x)
             value = mean_loss(loss, outputs, y, copies)
@@ -186,6 +191,24 @@ def per_sample_loop(
         outputs = tree_map(_joined, *(one for one, _ in seen)) if seen else None
         kept.append((outputs, torch.stack([value for _, value in seen])))
     return {name: Dense(value) for name, value in found.items()}
+
+
+@contextmanager
+def _generators_apart(device: torch.device) -> Iterator[None]:
+    """Put the states of torch's, Python's and numpy's generators back on exit."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002, models may draw from the old one
+    try:
+        with draws_apart(device):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
 
 
 def _detached(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from modelmix.training.engines import hooks
 from modelmix.training.engines.chunk import ENGINES, Loss, detached, rows, unchanged
 from modelmix.training.gradients import Gradients, Unwritten
-from modelmix.training.guard import Watch
+from modelmix.training.memory import Watch
 from modelmix.training.randomness import draws_apart
 
 

@@ -1,0 +1,260 @@
+"""Notice what a model, a criterion or an augmentation keeps of the samples it was given.
+
+Where samples run one after the other, or side by side in ``vmap``, nothing that Python can reach may carry one to the
+next. Contents are compared before and after: tensors by their values (a write through ``.data`` leaves no other trace),
+containers, attributes of modules registered or not, attributes of their classes, closures, and the globals that their
+functions name. What this cannot see is what lies outside the process, or behind an extension module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
+
+from modelmix.errors import UnprovedError
+
+FIXED = "whatever is not trained stays as it was"
+SAME_SET = "the coordinates trained are the ones that are noised, mixed and accounted for"
+_DEPTH = 6
+_BLOCK = 1024
+_LIBRARIES = frozenset([
+    "abc", "builtins", "contextlib", "enum", "functools", "importlib", "logging", "math", "modelmix", "numpy",
+    "pathlib", "re", "scipy", "threading", "torch", "transformers", "types", "typing", "warnings", "weakref",
+])  # fmt: skip
+"""Modules whose own objects keep nothing of samples, or nothing that a model could read back."""
+
+
+def tensor_content(t: Tensor) -> Any:
+    """Return a value that changes with any entry of a tensor: sums over rows and columns of its words, with weights.
+
+    It is computed where the tensor lies. Changes that keep it are those of a deliberate collision.
+    """
+    (found,) = _tensor_contents([t])
+    return found
+
+
+def _tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
+    """``tensor_content`` of several tensors, with one wait for a device."""
+    places, sums = [], []
+    for t in tensors:
+        try:
+            places.append((t.data_ptr(), t._version))
+        except RuntimeError:  # a tensor of a transform, which has no memory of its own: it is its own identity
+            places.append((id(t), -1))
+        else:
+            if t.numel() and not t.is_meta and t.layout == torch.strided:
+                sums.append((len(places) - 1, _weighted_sum(t)))
+    out: list[Any] = list(places)
+    for device in {value.device for _, value in sums}:
+        here = [(i, value) for i, value in sums if value.device == device]
+        for (i, _), number in zip(here, torch.stack([value for _, value in here]).tolist(), strict=True):
+            out[i] = places[i], number
+    return out
+
+
+@torch.no_grad()
+def _weighted_sum(t: Tensor) -> Tensor:
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = flat if flat.numel() % 4 else flat.view(torch.int32)
+    whole = words[: words.numel() // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for sums in (whole.sum(0, dtype=torch.int64), whole.sum(1, dtype=torch.int64), words[whole.numel() :]):
+        total = total * 31 + (sums * torch.arange(1, sums.numel() + 1, device=t.device)).sum()
+    return total
+
+
+class Watch:
+    """Remember what may not change during training and complain when it did.
+
+    Args:
+        model: the model.
+        attributes: also watch everything else that its code can reach in Python. For engines that run the model's own
+            code on one sample after the other, or on several that must not know of each other.
+        parameters: the values that the model is run with, where they are not its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, attributes: bool = False, parameters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._model, self._attributes, self._parameters = model, attributes, dict(parameters or {})
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._fixed = self._contents()
+        self._kept = self._values() if attributes else {}
+
+    def _contents(self) -> dict[str, Any]:
+        fixed: dict[str, Tensor] = dict(self._model.named_buffers())
+        fixed |= {name: p for name, p in self._model.named_parameters() if name not in self._trained}
+        fixed |= {f"parameter {name}": p for name, p in self._parameters.items()}
+        return dict(zip(fixed, _tensor_contents(list(fixed.values())), strict=True))
+
+    def _values(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        met: dict[int, int] = {}
+        for path, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                if name not in _TORCHS_OWN and name not in _computed(module):
+                    out[f"{path}.{name}".lstrip(".")] = content(value, met)
+            out[f"{path}.hooks".lstrip(".")] = [content(hook, met) for hook in _hooks(module)]
+            out[f"{path} (its class)".lstrip()] = _class_content(type(module), met)
+        return out
+
+    def check(self) -> None:
+        """Raise ``UnprovedError`` if anything changed since this was made."""
+        now = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        if now != self._trained:
+            odd = sorted(now ^ self._trained)[0]
+            raise UnprovedError(
+                SAME_SET,
+                f"{odd} was {'unfrozen or added' if odd in now else 'frozen or removed'} after training began.",
+                "Decide what is trained before making the trainer; begin a new run for another choice.",
+            )
+        contents = self._contents()
+        for name in sorted(set(contents) ^ set(self._fixed)) or sorted(contents):
+            if contents.get(name) != self._fixed.get(name):
+                raise UnprovedError(
+                    FIXED,
+                    f"{name} is not trained and yet was changed during training."
+                    if name.removeprefix("parameter ") == name
+                    else f"the model writes to its {name} while it runs.",
+                    "Keep buffers and frozen parameters as they are; statistics of private data cost budget.",
+                )
+        if not self._attributes:
+            return
+        kept = self._values()
+        for name in sorted(set(kept) | set(self._kept)):
+            if name not in kept or name not in self._kept or kept[name] != self._kept[name]:
+                raise UnprovedError(
+                    FIXED,
+                    f"the model's attribute {name} changed while samples ran: one could reach another through it.",
+                    "Compute it from the sample alone, or once in __init__; keep nothing of one forward pass.",
+                )
+
+
+class WatchedFunction:
+    """Remember what a function that is given samples keeps, and complain when it has changed: a criterion, say."""
+
+    def __init__(self, function: Any, called: str) -> None:
+        self._function, self._called = function, called
+        self._kept = content(function, {})
+
+    def check(self) -> None:
+        """Raise ``UnprovedError`` if anything changed since this was made."""
+        if content(self._function, {}) != self._kept:
+            raise UnprovedError(
+                FIXED,
+                f"{self._called} kept something of the samples it was given: one could reach another through it.",
+                "Compute it from the sample alone, and keep nothing between calls.",
+            )
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+"""Registries of parameters, buffers, modules and hooks."""
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """What else runs with a module; torch's own hooks recompute weights and keep nothing of samples."""
+    every = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in every if not type(hook).__module__.startswith(("torch.", "modelmix."))]
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """Attributes that torch itself computes from the parameters whenever a module runs."""
+    if isinstance(module, nn.RNNBase):
+        return {"_flat_weights", "_flat_weight_refs"}
+    return {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)}
+
+
+def content(value: Any, met: dict[int, int], depth: int = _DEPTH) -> Any:
+    """Return something that is equal as long as a value, and what it is made of, stays what it is.
+
+    Args:
+        met: what was looked at already, by its identity, with the depth left for it then.
+    """
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), repr(value)
+    if met.get(id(value), -1) >= depth:
+        return id(value)
+    met[id(value)] = depth
+    if isinstance(value, Tensor):
+        return id(value), tensor_content(value)
+    if isinstance(value, np.ndarray):
+        plain = value.dtype.hasobject is False
+        return id(value), hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest() if plain else repr(value)
+    if isinstance(value, bytearray):
+        return id(value), bytes(value)
+    if isinstance(value, torch.Generator):
+        return id(value), hashlib.blake2b(value.get_state().numpy().tobytes()).digest()
+    if isinstance(value, ModuleType | BuiltinFunctionType) or depth <= 0:
+        return id(value)
+    return id(value), [content(v, met, depth - 1) for v in _inside(value)]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value is made of, as far as Python shows it."""
+    if isinstance(value, Mapping):
+        for k, v in list(value.items()):
+            yield from (k, v)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from sorted(value, key=id) if isinstance(value, set | frozenset) else value
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from (_cell(cell) for cell in value.__closure__ or ())
+        yield from (value.__defaults__, value.__kwdefaults__, vars(value))
+        if not _is_library(value.__module__):
+            yield from (value.__globals__.get(name) for name in _names(value.__code__))
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, type):
+        if not _is_library(value.__module__):
+            yield from (v for k, v in vars(value).items() if k not in ("__dict__", "__weakref__", "__doc__"))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield value.fget
+    elif isinstance(value, nn.Module):
+        for k, v in vars(value).items():
+            if k not in _TORCHS_OWN and k not in _computed(value):
+                yield from (k, v)
+        yield from (value._parameters, value._buffers, value._modules, type(value))
+    elif type(value).__module__ in ("collections", "itertools", "array", "_random", "random"):
+        yield repr(value.getstate() if type(value).__module__ == "random" else value)
+    elif not _is_library(type(value).__module__):
+        yield from (getattr(value, "__dict__", None), type(value))
+        for slot in (s for c in type(value).__mro__ for s in _slots(c)):
+            yield getattr(value, slot, None)
+
+
+def _class_content(kind: type, met: dict[int, int]) -> Any:
+    """The content of a module's classes, up to torch's own: their attributes and the globals their methods name."""
+    return [content(c, met) for c in kind.__mro__ if not _is_library(c.__module__)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _names(code: CodeType) -> list[str]:
+    """The names of globals that a function's code, or that of functions within it, may look up."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return sorted({*code.co_names, *(name for c in inner for name in _names(c))})
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "builtins").split(".")[0] in _LIBRARIES
+
+
+def _cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
