@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from depth import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def test_corners(law, corner):
 
 
 @pytest.mark.parametrize("law", ["gaussian", "laplace"])
-@settings(max_examples=60)
+@settings(max_examples=cases(25))
 @given(
     z=st.floats(-1.3, 3).map(lambda e: 10**e),
     omega=st.floats(-6, 6).map(lambda e: 10**e),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from depth import cases
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import modelmix as mm
@@ -23,6 +24,7 @@ FACTOR = st.floats(1.0, 30.0)
 ROOM = 1 + 1e-8  # the added error bounds differ between the two sides
 
 
+@settings(max_examples=cases(25))
 @given(mechanism=MECHANISMS, steps=STEPS, factor=FACTOR)
 @pytest.mark.parametrize("field", ["noise_multiplier", "mixing_width"])
 def test_falls_with_noise_and_width(field, mechanism, steps, factor):
@@ -30,23 +32,27 @@ def test_falls_with_noise_and_width(field, mechanism, steps, factor):
     assert mm.epsilon(more, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
 
 
+@settings(max_examples=cases(25))
 @given(mechanism=MECHANISMS, steps=STEPS, more=st.integers(1, 10**4))
 def test_falls_with_truncation(mechanism, steps, more):
     tighter = replace(mechanism, p=mechanism.p + more)
     assert mm.epsilon(tighter, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
 
 
+@settings(max_examples=cases(25))
 @given(mechanism=MECHANISMS, steps=STEPS, fraction=st.floats(0.01, 1))
 def test_rises_with_sampling(mechanism, steps, fraction):
     fewer = replace(mechanism, sample_rate=mechanism.sample_rate * fraction)
     assert mm.epsilon(fewer, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
 
 
+@settings(max_examples=cases(25))
 @given(mechanism=MECHANISMS, steps=STEPS, extra=st.integers(1, 10**6))
 def test_rises_with_steps(mechanism, steps, extra):
     assert mm.epsilon(mechanism, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps + extra) * ROOM
 
 
+@settings(max_examples=cases(25))
 @given(mechanism=MECHANISMS, steps=STEPS, d=st.integers(1, 10**5), more=st.integers(0, 10**5))
 def test_rises_with_dimension_until_p(mechanism, steps, d, more):
     few, many = replace(mechanism, dimension=d), replace(mechanism, dimension=d + more)
@@ -54,6 +60,7 @@ def test_rises_with_dimension_until_p(mechanism, steps, d, more):
     assert mm.epsilon(many, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * ROOM
 
 
+@settings(max_examples=cases(25))
 @given(mechanism=MECHANISMS, steps=STEPS, delta=st.floats(1e-10, 0.1), factor=st.floats(1, 1e3))
 def test_falls_with_delta(mechanism, steps, delta, factor):
     looser = min(0.5, delta * factor)

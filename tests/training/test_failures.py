@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ import modelmix as mm
 from modelmix import files
 from modelmix.report import events
 from modelmix.training import Randomness
+from modelmix.training.engines import Engine
 from modelmix.training.folder import RunFolder
 
 STEPS = 6
@@ -48,11 +50,21 @@ class Rows(Dataset):
         return self.inputs[index], self.labels[index]
 
 
-def make(folder: Path | None = None, data: object = (X, Y), mechanism: object = MECHANISM, **options: object):
+@cache
+def engine() -> Engine:
+    """One for all runs: each would trace the same network again, which takes longer than the run."""
+    return Engine(network(), F.cross_entropy, (X[:3], Y[:3]))
+
+
+def network() -> nn.Module:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def make(folder: Path | None = None, data: object = (X, Y), mechanism: object = MECHANISM, **options: object):
     settings: dict = {"clip": 1.0, "lr": 0.3, "seed": 5, "folder": folder, "test_set": (X[:9], Y[:9])}
-    return Trainer(model, F.cross_entropy, data, mechanism, **{**settings, **options})
+    settings["engine"] = engine()
+    return Trainer(network(), F.cross_entropy, data, mechanism, **{**settings, **options})
 
 
 def finish(one: mm.Trainer) -> mm.Trainer:
@@ -334,6 +346,7 @@ def test_a_frozen_part_is_part_of_the_data(tmp_path):
 
 HOLDER = """
 import sys
+from modelmix.training.engines import Engine
 from modelmix.training.folder import RunFolder
 with RunFolder(sys.argv[1]):
     print("locked", flush=True)

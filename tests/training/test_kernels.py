@@ -19,6 +19,7 @@ from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import clipping, embedding, kernels
 from modelmix.training.clipping import Clip
 from modelmix.training.engines import Engine, hooks, sum_of_chunk
+from modelmix.training.engines.chunk import gradients_of_chunk
 from modelmix.training.engines.layers import RULES, reparametrised, standardised
 from modelmix.training.gradients import Dense, Outer, Windows
 from modelmix.training.kernels import choice
@@ -240,11 +241,12 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
     x, y = 100 * torch.randn(6, 3, 6, 6).to(dtype), torch.randint(0, 10, (6,))
     flat, clip = FlatParameters(model), Clip(1e-3, p, norm)
     parameters = flat.views(flat.read())
+    each = gradients_of_chunk("hooks", model, lambda o, t: F.cross_entropy(o.float(), t), parameters, x, y, 1)
     norms, tops = [], []
     for i in range(6):
         weights = torch.zeros(6, dtype=torch.float64)
         weights[i] = 1
-        part = sum_of_chunk("hooks", model, lambda o, t: F.cross_entropy(o.float(), t), parameters, x, y, weights, clip)
+        part = clip.sum(each, weights)
         norms.append(float(torch.linalg.vector_norm(part.total, ord=norm)))
         tops.append(float(part.total.abs().max()))
         assert float(part.norms) > clip.c  # it was clipped

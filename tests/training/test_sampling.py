@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 
@@ -231,11 +230,6 @@ def test_no_key_of_a_step_outlives_an_interrupt(monkeypatch, failing):
         trainer.run(3, evaluate_every=1)
     gc.collect()
     assert not [thing for thing in gc.get_objects() if type(thing) is StepRandomness]
-
-
-def test_a_trainer_can_be_copied():
-    trainer = some_trainer(mechanism=mm.Mechanism(1.0, 0.3)).run(2)
-    assert torch.equal(copy.deepcopy(trainer).state.last, trainer.state.last)
 
 
 def test_a_run_in_parts_is_the_run_where_augmentation_is_drawn_chunk_by_chunk():

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.guarantee import Guarantee
+from modelmix.accounting.guarantee import Guarantee, quick_epsilon
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
@@ -184,6 +184,7 @@ class Trainer:
         )
         self._diagnostics = Diagnostics(Clip.of(mechanisms[0], self._clip), self._flat.size)
         self._metrics: list[dict[str, Any]] = []
+        self._unpriced: dict[int, Ledger] = {}  # ledgers of rows whose epsilon nobody has asked for yet
         self._seconds = 0.0
         self._watch = Watch(model)
         self._written = self._flat.versions()
@@ -223,7 +224,8 @@ class Trainer:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What was measured on the test set, with the epsilon of that moment."""
+        """What was measured on the test set, with an upper bound on the epsilon of that moment."""
+        self._price()
         return [dict(row) for row in self._metrics]
 
     @property
@@ -694,6 +696,7 @@ class Trainer:
     def _keep(self) -> None:
         if self._record is None:
             return
+        self._price()
         arrays = {"last": self._state.last, "previous": self._state.previous, "velocity": self._state.velocity}
         if self._state.average is not None:
             arrays["average"] = self._state.average
@@ -711,13 +714,22 @@ class Trainer:
     def _measure(self) -> None:
         """What people will see of the present state, once it is kept."""
         row: dict[str, Any] = {"step": self.step, "lr": self._lr.at(self.step), "seconds": round(self._seconds, -1)}
-        row["epsilon"] = None if self._ledger.unproved else self.epsilon()
+        row["epsilon"] = None
+        self._unpriced[self.step] = self._ledger
         if self._test is not None:
             found = self.evaluate()
             row |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
             if self._state.average is not None:
                 row["ema_accuracy"] = self.evaluate(averaged=True)["accuracy"]
         self._metrics = [old for old in self._metrics if old["step"] < self.step] + [row]
+
+    def _price(self) -> None:
+        """Write epsilon into the rows that somebody is about to read: it can take longer than a step."""
+        for row in self._metrics:
+            ledger = self._unpriced.pop(row["step"], None)
+            if ledger is not None and not ledger.unproved:
+                last = row["step"] == self._plan.steps
+                row["epsilon"] = self._planned.epsilon if last else quick_epsilon(ledger, self._plan.delta)
 
     def _finish(self) -> None:
         assert self._record is not None
