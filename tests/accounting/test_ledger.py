@@ -180,7 +180,7 @@ def signed(drop=(), **change):
     return json.dumps({**body, "digest": _digest(body)})
 
 
-CLAIM = ("adjacency", "unit", "population", "seeded")
+CLAIM = ("adjacency", "unit", "population", "populations", "seeded")
 
 
 def test_a_ledger_of_a_broken_rule_says_which_and_an_honest_one_says_none(tmp_path):

@@ -184,8 +184,8 @@ def test_curve_for_people(run, tmp_path):
 NONSENSE = {
     "rate above one": (["epsilon", "--z", 1, "--q", 1.5, "--steps", 10], "at most 1"),
     "rate zero": (["epsilon", "--z", 1, "--q", 0, "--steps", 10], "greater than 0"),
-    "delta one": (["epsilon", *RESNET, "--delta", 1], "strictly between 0 and 1"),
-    "delta above one": (["epsilon", *RESNET, "--delta", 2], "strictly between 0 and 1"),
+    "delta one": (["epsilon", *RESNET, "--delta", 1], "above 0.01 a guarantee says next to nothing"),
+    "delta above one": (["epsilon", *RESNET, "--delta", 2], "above 0.01 a guarantee says next to nothing"),
     "delta zero": (["epsilon", *RESNET, "--delta", 0], "strictly between 0 and 1"),
     "no noise": (["epsilon", "--z", 0, "--q", 0.1, "--steps", 10], "greater than 0"),
     "negative noise": (["epsilon", "--z", -1, "--q", 0.1, "--steps", 10], "greater than 0"),

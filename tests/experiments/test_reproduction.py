@@ -228,12 +228,12 @@ def test_ctrl_c_keeps_everything(run, folder, monkeypatch):
 
 def test_a_run_that_fails_is_named_and_the_next_begins(run, folder):
     row = (folder / "recipes/table1/one.toml").read_text()
-    (folder / "recipes/table1/one.toml").write_text(row.replace("[plain]\n", "[plain]\nlr = 1e308\n"))
+    (folder / "recipes/table1/one.toml").write_text(row.replace("[plain]\n", '[plain]\nspent = "nowhere.json"\n'))
     code, out, err = run("reproduce", "table1", "--kind", "plain", "--kind", "gaussian", "--json")
     assert code == 1
     (failed,) = json.loads(out)["failed"]
     assert failed["run"] == "table1 one plain, seed 1"
-    assert "not finite" in failed["why"]
+    assert "cannot read nowhere.json" in failed["why"]
     assert sum("FAILED" in line for line in err.splitlines()) == 1
     assert not (folder / "results/table1/one/plain-1.json").exists()
     assert load(folder, "two", "gaussian").steps == 6

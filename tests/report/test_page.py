@@ -230,7 +230,7 @@ def test_what_was_measured_on_a_private_test_set_is_not_published(tmp_path):
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "add-or-remove"])
 def test_a_run_that_stopped_early_states_the_epsilon_of_its_plan(tmp_path, adjacency):
-    plan = Plan.of(PLAIN, delta=DELTA, population=40_321, adjacency=adjacency)
+    plan = Plan(PLAIN.phases, DELTA, 40_321, adjacency)
     taken = replace(plan.ledger, phases=()).add(PLAIN.phases[0].mechanism, 100)
     page = page_of(a_run(tmp_path, taken, plan=plan.as_dict(), samples=None))
     whole, so_far = (show.up(guarantee(book, DELTA).epsilon) for book in (plan.ledger, taken))

@@ -210,7 +210,10 @@ def calibrate(
 def max_steps(
     mechanism: Mechanism, *, epsilon: float, delta: float, by: By = "best", adjacency: Adjacency | None = None
 ) -> int:
-    """The largest number of steps whose epsilon is at most the target: one step more costs more than it."""
+    """The largest number of steps whose epsilon is at most the target: one step more costs more than it.
+
+    Counts are not looked at above 2^50. Where that many are allowed, 2^50 is returned, and more may be allowed.
+    """
     epsilon = positive("epsilon", epsilon, "the target epsilon")
 
     def cost(steps: int, by: By = by) -> float:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from modelmix.accounting.accountant import epsilon as renyi_epsilon
 from modelmix.accounting.calibration import calibrate
-from modelmix.accounting.guarantee import Guarantee, guarantee
+from modelmix.accounting.guarantee import Guarantee, as_ledger, guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.pld import equal_variance, unmixed
+from modelmix.errors import ModelMixError
 
 
 def plain_noise_for(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
@@ -34,14 +35,22 @@ class Comparison:
     plain_std_at_equal_epsilon: float
 
 
-def compare(mechanism: Mechanism, delta: float, *, steps: int) -> Comparison:
-    """Everything the honest comparison needs, for one phase."""
-    ledger = Ledger().add(mechanism, steps)
+def compare(source: Mechanism | Ledger, delta: float, *, steps: int | None = None) -> Comparison:
+    """Return everything the honest comparison needs, for a mechanism and its steps or a ledger of one phase.
+
+    Raises:
+        UnprovedError: for a ledger that broke a rule.
+    """
+    ledger = as_ledger(source, steps)
+    if len(ledger.phases) != 1:
+        raise ModelMixError("compare takes one phase: give a mechanism and its steps, or a ledger of one phase.")
+    (phase,) = ledger.phases
+    mechanism = phase.mechanism
     twin = equal_variance(ledger)
     ours = guarantee(ledger, delta)
     needed = math.nan
     if 0 < ours.epsilon < math.inf:
-        z = plain_noise_for(ours.epsilon, delta, mechanism.sample_rate, steps)
+        z = plain_noise_for(ours.epsilon, delta, mechanism.sample_rate, phase.steps)
         needed = z * mechanism.l2_sensitivity
     return Comparison(
         mechanism=ours,

@@ -21,8 +21,8 @@ from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.functions import Array
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import at_least_zero, probability
-from modelmix.errors import ModelMixError
+from modelmix.accounting.validation import at_least_zero, check_delta, probability
+from modelmix.errors import BudgetExceeded, ModelMixError
 
 if TYPE_CHECKING:
     from modelmix.accounting.plan import Plan
@@ -32,6 +32,8 @@ Source = Union[Mechanism, Ledger, "Plan"]
 
 _MOST_DISTRIBUTIONS = 32  # a privacy-loss distribution for every different mechanism takes its time
 _CURVE = 16
+_HOPELESS = 3.0  # times the group bound by moments: distributions will not bring it below
+_ENOUGH = 1 + 1e-9
 _ROUGHLY = 0.98  # a distribution of few buckets is above one of many by less than this factor
 
 SEEDED = (
@@ -67,6 +69,7 @@ class Guarantee:
         seeded: whether the noise came from a seed.
         assumed: what the number rests on besides theorems.
         excluded: what this run in particular leaves uncovered.
+        populations: every population that is known of a part of it.
 
     >>> import modelmix as mm
     >>> mm.guarantee(mm.Mechanism(1.0, 0.01), 1e-5, steps=1000).accountant
@@ -85,6 +88,7 @@ class Guarantee:
     seeded: bool = False
     assumed: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
+    populations: tuple[int, ...] = ()
 
     @property
     def relation(self) -> str:
@@ -103,10 +107,11 @@ class Guarantee:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader should know about the numbers."""
-        if self.population is None or self.delta <= 1 / (10 * self.population):
+        most = max(self.populations, default=0)
+        if self.delta * 10 * most <= 1:
             return ()
         return (
-            f"delta = {self.delta:g} is above 1/(10 n) = {1 / (10 * self.population):.2g}: a mechanism that fails with "
+            f"delta = {self.delta:g} is above 1/(10 n) = {1 / (10 * most):.2g}: a mechanism that fails with "
             "this probability may publish one of n samples more often than once in ten runs; smaller is better.",
         )
 
@@ -128,6 +133,7 @@ class Guarantee:
             "adjacency": self.adjacency,
             "unit": self.unit,
             "population": self.population,
+            "populations": list(self.populations),
             "sampling": "Poisson",
             "steps": self.steps,
             "seeded": self.seeded,
@@ -194,21 +200,37 @@ def guarantee(
     delta = probability("delta", getattr(source, "delta", None) if delta is None else delta, "the failure probability")
     _check_by(by)
     ledger.require_proof()
-    wanted = ledger.adjacency if adjacency is None else check_adjacency(adjacency)
-    if wanted == ADD_OR_REMOVE and ledger.adjacency != ADD_OR_REMOVE and not isinstance(source, Mechanism):
-        raise ModelMixError(
-            "add-or-remove cannot be claimed where scales may come from the number of samples: give a population."
-        )
+    wanted = _relation(source, ledger, adjacency)
+    if ledger.populations:
+        check_delta(delta, ledger.populations)
     found = _replace_one(ledger, delta, by) if wanted == REPLACE_ONE else _best(ledger, delta, by)
+    target = getattr(source, "target", None)
+    as_planned = by == "best" and wanted == ledger.adjacency and delta == getattr(source, "delta", None)
+    if target is not None and as_planned and found.epsilon > target * _ENOUGH:
+        raise BudgetExceeded(
+            f"this plan costs epsilon {found.epsilon:.6g} and was made for {target:g}: calibrate it for what runs."
+        )
+    hidden = wanted == REPLACE_ONE and ledger.adjacency == ADD_OR_REMOVE
     return replace(
         found,
         adjacency=wanted,
         unit=ledger.unit,
-        population=None if wanted == REPLACE_ONE and ledger.adjacency == ADD_OR_REMOVE else ledger.population,
+        population=None if hidden else ledger.population,
+        populations=ledger.populations,
         steps=ledger.steps,
         seeded=ledger.seeded,
         assumed=assumptions(ledger),
     )
+
+
+def _relation(source: Source, ledger: Ledger, asked: Adjacency | None) -> Adjacency:
+    """The relation that is asked for, or the ledger's own; refuses one that the ledger cannot claim."""
+    wanted = ledger.adjacency if asked is None else check_adjacency(asked)
+    if wanted == ADD_OR_REMOVE and ledger.adjacency != ADD_OR_REMOVE and not isinstance(source, Mechanism):
+        raise ModelMixError(
+            "add-or-remove cannot be claimed where scales may come from the number of samples: give a population."
+        )
+    return wanted
 
 
 def epsilon(
@@ -223,12 +245,37 @@ def epsilon(
     return guarantee(source, delta, steps=steps, by=by, adjacency=adjacency).epsilon
 
 
-def delta(source: Source, epsilon: float, *, steps: int | None = None, by: By = "best") -> float:
-    """The smallest proved delta at ``epsilon``; 1 where nothing is proved. For the neighbours of the ledger's claim."""
+def delta(
+    source: Source,
+    epsilon: float,
+    *,
+    steps: int | None = None,
+    by: By = "best",
+    adjacency: Adjacency | None = None,
+) -> float:
+    """The smallest proved delta at ``epsilon``; 1 where nothing is proved.
+
+    Args:
+        adjacency: as for ``guarantee``: None takes what the ledger can claim.
+    """
     ledger = as_ledger(source, steps)
     _check_by(by)
     ledger.require_proof()
     epsilon = at_least_zero("epsilon", epsilon, "the privacy loss")
+    if _relation(source, ledger, adjacency) != REPLACE_ONE:
+        return _delta(ledger, epsilon, by)
+    half = epsilon / 2
+    removed = _delta(ledger, half, by)
+    found = 0.0 if removed == 0 else math.exp(min(0.0, float(np.logaddexp(0.0, half)) + math.log(removed)))
+    twice = pld.halved(ledger)
+    if twice is None or (by == "pld" and any(phase.mechanism.mixed for phase in ledger.phases)):
+        return found
+    worth = _unsampled(ledger) or by == "pld" or _delta(twice, epsilon, "renyi") < 1
+    return min(found, _delta(twice, epsilon, by if worth else "renyi"))
+
+
+def _delta(ledger: Ledger, epsilon: float, by: By) -> float:
+    """The smallest proved delta for the pair of zero-out and add-or-remove, which is the same."""
     found = 1.0
     if by != "pld":
         conversion: Literal["classic", "improved"] = "classic" if by == "classic" else "improved"
@@ -311,20 +358,31 @@ def _worth_distributions(ledger: Ledger, found: accountant.RenyiBound | None = N
     return _ROUGHLY * pld.pld_epsilon(plain, found.delta, pld.ROUGH) < found.epsilon
 
 
-def _replace_one(ledger: Ledger, target: float, by: By) -> Guarantee:
-    """One unit replaced by another.
+def _unsampled(ledger: Ledger) -> bool:
+    return all(phase.mechanism.sample_rate == 1 for phase in ledger.phases)
 
-    Without sampling and mixing the two sums differ by at most two clips: one Gaussian pair of half the noise. In
-    general the dataset without the unit is a neighbour of both, so that with delta_0 the curve of removing,
-    delta(2 e) <= (1 + exp(e)) delta_0(e): group privacy for two.
+
+def _replace_one(ledger: Ledger, target: float, by: By) -> Guarantee:
+    """One unit replaced by another: the smaller of two bounds.
+
+    Half the noise at q = 1, see ``halved``; without sampling and mixing it is exact. And group privacy for two, by way
+    of the dataset without the unit: with delta_0 the curve of removing, delta(2 e) <= (1 + exp(e)) delta_0(e).
     """
-    plain = all(p.mechanism.law == "gaussian" and not p.mechanism.mixed and p.mechanism.sample_rate == 1 for p in
-                ledger.phases)  # fmt: skip
-    if plain:
-        halved = replace(ledger, phases=())
-        for phase in pld.unmixed(ledger).phases:
-            halved = halved.add(Mechanism(phase.mechanism.noise_multiplier / 2, 1.0), phase.steps)
-        return _best(halved, target, by)
+    twice = pld.halved(ledger)
+    if twice is not None and _unsampled(ledger) and not any(phase.mechanism.mixed for phase in ledger.phases):
+        return _best(twice, target, by)
+    group = _group_of_two(ledger, target, by)
+    if twice is None or by == "pld":
+        return group
+    direct = _best(twice, target, "classic" if by == "classic" else "renyi")
+    if by == "best" and (_unsampled(ledger) or direct.epsilon < _HOPELESS * max(1.0, group.epsilon)):
+        direct = _best(twice, target, by)
+    if direct.epsilon >= group.epsilon:
+        return group
+    return direct if _unsampled(ledger) else replace(direct, reason="of half the noise without sampling")
+
+
+def _group_of_two(ledger: Ledger, target: float, by: By) -> Guarantee:
     found = math.inf
     if by != "pld":
         moments: By = "classic" if by == "classic" else "renyi"

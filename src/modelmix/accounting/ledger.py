@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
@@ -29,8 +31,9 @@ from modelmix.files import write_atomically
 SCHEMA = "modelmix-ledger"
 VERSION = 3
 _OLDER = {1: ("phases",), 2: ("phases", "unproved")}
-_LISTS = ("phases", "unproved")
-_CLAIM = ("adjacency", "unit", "population", "seeded")
+_LISTS = ("phases", "unproved", "populations")
+_CLAIM = ("adjacency", "unit", "population", "populations", "seeded")
+_UNIT = re.compile(r"[A-Za-z][A-Za-z0-9 -]{0,29}")  # it stands in printed sentences and must not be one
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,22 @@ class Phase:
         return {**self.mechanism.as_dict(), "steps": self.steps}
 
 
+def phase_from_dict(entry: object) -> Phase:
+    """The inverse of ``Phase.as_dict``; refuses anything else."""
+    if not isinstance(entry, dict) or "steps" not in entry:
+        raise ModelMixError('every phase of a ledger is an object with "steps" and a mechanism.')
+    return Phase(mechanism_from_dict({key: value for key, value in entry.items() if key != "steps"}), entry["steps"])
+
+
+def merge_phases(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    """Put phases of the same mechanism in a row together."""
+    return tuple(Phase(mechanism, sum(phase.steps for phase in row)) for mechanism, row in groupby(phases, _mechanism))
+
+
+def _mechanism(phase: Phase) -> Mechanism:
+    return phase.mechanism
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Phases in the order in which they ran. Immutable: ``add`` returns a longer ledger.
@@ -60,8 +79,9 @@ class Ledger:
         adjacency: the neighbours the run can claim, "zero-out" or "add-or-remove".
         unit: what one neighbour differs in.
         population: the public number of samples (zero-out), or the public constant every scale comes from
-            (add-or-remove); None if it is not known.
+            (add-or-remove); None if it is not known, or not the same for all phases.
         seeded: whether the noise came from a seed: the epsilon then holds only against those who do not know it.
+        populations: every population that is known of some phase, in order; filled in where there is one for all.
     """
 
     phases: tuple[Phase, ...] = field(default=())
@@ -70,6 +90,7 @@ class Ledger:
     unit: str = "sample"
     population: int | None = None
     seeded: bool = False
+    populations: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -80,13 +101,21 @@ class Ledger:
             raise ModelMixError("the broken rules of a ledger are written in words.")
         if check_adjacency(self.adjacency) == REPLACE_ONE:
             raise ModelMixError("a ledger claims zero-out or add-or-remove; ask guarantee() about replace-one.")
+        known = {whole("population", n, "the number of samples", least=1) for n in self.populations}
         if self.population is not None:
             population = whole("population", self.population, "the number of samples", least=1)
             object.__setattr__(self, "population", population)
-        elif self.adjacency == ADD_OR_REMOVE:
+            if not known <= {population}:
+                raise ModelMixError("a ledger of several populations has no single one: leave population out.")
+            known = {population}
+        elif self.adjacency == ADD_OR_REMOVE and not known:
             raise ModelMixError("add-or-remove needs a population: the public constant that every scale comes from.")
-        if not isinstance(self.unit, str) or not self.unit or not self.unit.isprintable():
-            raise ModelMixError("the unit of a ledger is a word, for instance sample.")
+        object.__setattr__(self, "populations", tuple(sorted(known)))
+        if not isinstance(self.unit, str) or not _UNIT.fullmatch(self.unit):
+            raise ModelMixError(
+                "the unit of a ledger is not a word: it must be at most 30 letters, digits, spaces and hyphens and "
+                "begin with a letter; take for instance sample."
+            )
         if not isinstance(self.seeded, bool):
             raise ModelMixError("seeded is true or false.")
 
@@ -100,37 +129,40 @@ class Ledger:
     def then(self, other: Ledger) -> Ledger:
         """A ledger with all of another one after this one; what either breaks, both break.
 
-        The claim is the weaker of the two: zero-out if either is, because add-or-remove implies it. An empty ledger
-        claims nothing and takes on the other's claim.
+        The claim is the weaker of the two, whichever comes first: zero-out if either is, because add-or-remove implies
+        it, and no single population where they differ or one is not known. An empty ledger claims nothing and takes on
+        the other's claim.
         """
-        if self.unit != other.unit and self.phases and other.phases:
+        said = [ledger for ledger in (self, other) if ledger.phases] or [other]
+        if len({ledger.unit for ledger in said}) > 1:
             raise ModelMixError(
                 f"these ledgers are about different units, {self.unit} and {other.unit}: they cannot be added up."
             )
-        weaker, stronger = (self, other) if self.adjacency == ZERO_OUT and self.phases else (other, self)
-        if stronger.phases and not weaker.phases:
-            weaker, stronger = stronger, weaker
-        same = not stronger.phases or stronger.population == weaker.population
-        joined = replace(
-            weaker,
-            phases=self.phases,
-            unproved=(*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)),
-            population=weaker.population if same or weaker.adjacency == ADD_OR_REMOVE else None,
-            seeded=self.seeded or other.seeded,
+        return Ledger(
+            merge_phases((*self.phases, *other.phases)),
+            (*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)),
+            ZERO_OUT if any(ledger.adjacency == ZERO_OUT for ledger in said) else ADD_OR_REMOVE,
+            said[0].unit,
+            said[0].population if len({ledger.population for ledger in said}) == 1 else None,
+            self.seeded or other.seeded,
+            tuple({n for ledger in said for n in ledger.populations}),
         )
-        for phase in other.phases:
-            joined = joined.add(phase.mechanism, phase.steps)
-        return joined
 
     def starts_with(self, other: Ledger) -> bool:
-        """Whether everything in ``other`` comes first in this ledger."""
-        left = list(self.phases)
+        """Whether everything in ``other`` comes first in this ledger, however steps are put together to phases."""
+        mine, left, mechanism = iter(self.phases), 0, None
         for phase in other.phases:
-            if not left or left[0].mechanism != phase.mechanism or left[0].steps < phase.steps:
-                return False
-            first = left.pop(0)
-            if first.steps > phase.steps:
-                left.insert(0, Phase(first.mechanism, first.steps - phase.steps))
+            wanted = phase.steps
+            while wanted:
+                if not left:
+                    coming = next(mine, None)
+                    if coming is None:
+                        return False
+                    mechanism, left = coming.mechanism, coming.steps
+                if mechanism != phase.mechanism:
+                    return False
+                matched = min(wanted, left)
+                wanted, left = wanted - matched, left - matched
         return True
 
     def mechanism_at(self, step: int) -> Mechanism:
@@ -190,20 +222,17 @@ class Ledger:
         if set(data) != {"schema", "version", *lists, *claim, "digest"} or not all(
             isinstance(data[k], list) for k in lists
         ):
-            wanted = " and ".join(f'"{name}" (a list)' for name in lists) + "".join(f', "{name}"' for name in claim)
+            wanted = " and ".join(f'"{name}" (a list)' for name in lists) + "".join(
+                f', "{name}"' for name in claim if name not in lists
+            )
             raise ModelMixError(f'a ledger has exactly "schema", "version", {wanted} and "digest".')
         if version == 2 and not data["unproved"]:
             raise ModelMixError("a ledger of version 2 names at least one broken rule.")
         body = {key: value for key, value in data.items() if key != "digest"}
         if data["digest"] != _digest(body):
             raise ModelMixError("the ledger's digest does not match its content: it was edited; restore the file.")
-        ledger = cls(unproved=tuple(data.get("unproved", ())), **{name: data[name] for name in claim})
-        for entry in data["phases"]:
-            if not isinstance(entry, dict) or "steps" not in entry:
-                raise ModelMixError('every phase of a ledger is an object with "steps" and a mechanism.')
-            mechanism = mechanism_from_dict({key: value for key, value in entry.items() if key != "steps"})
-            ledger = ledger.add(mechanism, entry["steps"])
-        return ledger
+        phases = merge_phases(phase_from_dict(entry) for entry in data["phases"])
+        return cls(phases, tuple(data.get("unproved", ())), **{name: data[name] for name in claim})
 
     def save(self, path: str | Path) -> None:
         """Writes the ledger atomically: the old file or the new one, never half of one."""

@@ -11,24 +11,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, repeat
 from typing import Any
 
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT, Adjacency
 from modelmix.accounting.calibration import smallest_by_best
-from modelmix.accounting.embedding import mechanism_from_dict
 from modelmix.accounting.guarantee import Guarantee, epsilon, guarantee
-from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.ledger import Ledger, Phase, merge_phases, phase_from_dict
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import positive, probability, rate, whole
+from modelmix.accounting.validation import check_delta, positive, probability, rate, whole
 from modelmix.errors import BudgetExceeded, ModelMixError
 
 _DROWNED = 1.0  # times the largest possible sum of all clipped gradients, in a single direction
-_ENOUGH = 1 + 1e-9
-_LARGEST_DELTA = 0.01
 
 
 @dataclass(frozen=True)
@@ -68,12 +64,14 @@ class Plan:
         self.spent.require_proof()
         if self.target is not None:
             object.__setattr__(self, "target", positive("epsilon", self.target, "the target epsilon"))
-        self._claim  # noqa: B018, the ledger's own checks of adjacency, unit and population
-        check_delta(self.delta, self.population)
+        # The ledger's own checks of adjacency, unit and population come with it.
+        check_delta(self.delta, self.ledger.populations)
 
     @classmethod
     def of(cls, source: Mechanism | Ledger, steps: int | None = None, **more: object) -> Plan:
-        """A plan from one mechanism and its steps, or from the phases of a ledger.
+        """A plan from one mechanism and its steps, or from the phases of a ledger and what that claims.
+
+        ``more`` is what ``Plan`` takes. It may claim less than the ledger does, and not more.
 
         >>> Plan.of(Mechanism(1.0, 0.01), 100).steps
         100
@@ -81,8 +79,7 @@ class Plan:
         if isinstance(source, Ledger):
             if steps is not None:
                 raise ModelMixError("a ledger knows its steps: leave steps out.")
-            source.require_proof()
-            return cls(source.phases, **more)  # type: ignore[arg-type]
+            return cls(source.phases, **{**_claim_of(source, more), **more})  # type: ignore[arg-type]
         if not isinstance(source, Mechanism):
             raise ModelMixError(f"{source!r} is neither a Mechanism nor a Ledger.")
         if steps is None:
@@ -122,8 +119,8 @@ class Plan:
             )
 
     def guarantee(self) -> Guarantee:
-        """What holds for everything that is released, however early the run is stopped."""
-        return guarantee(self.ledger, self.delta)
+        """What holds for everything that is released, however early the run is stopped; refused above the target."""
+        return guarantee(self)
 
     def expected_batch(self, step: int) -> float:
         """B = q * population, by which sums are divided, whatever size was drawn."""
@@ -153,32 +150,19 @@ class Plan:
 
     def with_phases(self, phases: Iterable[Phase]) -> Plan:
         """The same claim over other phases; refused if they cost more than the target."""
-        merged: list[Phase] = []
-        for phase in phases:
-            if merged and merged[-1].mechanism == phase.mechanism:
-                merged[-1] = Phase(phase.mechanism, merged[-1].steps + phase.steps)
-            else:
-                merged.append(phase)
-        changed = replace(self, phases=tuple(merged))
-        changed.require_target()
-        return changed
+        return replace(self, phases=merge_phases(phases)).kept_to_target()
 
-    def require_target(self) -> None:
-        """Refuse a plan that costs more than the epsilon it was made for."""
+    def kept_to_target(self) -> Plan:
+        """Return the plan; refuse one that costs more than the epsilon it was made for."""
         if self.target is not None:
-            cost = self.guarantee().epsilon
-            if cost > self.target * _ENOUGH:
-                raise BudgetExceeded(
-                    f"this plan costs epsilon {cost:.6g} and was made for {self.target:g}: calibrate it for what runs."
-                )
+            self.guarantee()
+        return self
 
     def extends(self, other: Plan) -> bool:
         """Whether everything that ``other`` planned is planned here first, with the same claim."""
         if replace(self, phases=other.phases, target=None) != replace(other, target=None):
             return False
-        return other.steps <= self.steps and all(
-            mine == theirs for mine, theirs in zip(_by_step(self.phases), _by_step(other.phases), strict=False)
-        )
+        return Ledger(self.phases).starts_with(Ledger(other.phases))
 
     def as_dict(self) -> dict[str, object]:
         """The plan as plain data, as a run folder keeps it."""
@@ -196,28 +180,27 @@ class Plan:
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of ``as_dict``."""
         try:
-            phases = Ledger()
-            for entry in data["phases"]:
-                fields = {key: value for key, value in entry.items() if key != "steps"}
-                phases = phases.add(mechanism_from_dict(fields), entry["steps"])
+            phases = merge_phases(phase_from_dict(entry) for entry in data["phases"])
             spent = Ledger() if data["spent"] is None else Ledger.from_json(data["spent"])
             rest = {name: data[name] for name in ("delta", "population", "adjacency", "unit", "target")}
-            return cls(phases.phases, spent=spent, **rest)
+            return cls(phases, spent=spent, **rest)
         except (KeyError, TypeError, AttributeError):
             raise ModelMixError("the plan of this run is not readable: restore config.json.") from None
 
     def bound_to(self, samples: int) -> Plan:
-        """The plan for data of this many samples, which is public unless the plan has a population of its own."""
-        if self.adjacency == ADD_OR_REMOVE:
-            return self
+        """The plan for data of this many samples, which is public unless the plan has a population of its own.
+
+        Training begins here, so a plan that costs more than its target is refused here.
+        """
+        bound = self
         if self.population is None:
-            return replace(self, population=samples)
-        if self.population != samples:
+            bound = replace(self, population=samples)
+        elif self.adjacency != ADD_OR_REMOVE and self.population != samples:
             raise ModelMixError(
                 f"the plan was made for {self.population:,} samples and the data has {samples:,}: make them agree, or "
                 "give the plan a population, a public constant that need not be the number of samples."
             )
-        return self
+        return bound.kept_to_target()
 
     def require_signal(self) -> None:
         """Refuse a target epsilon that leaves only noise, and say which would not.
@@ -242,22 +225,22 @@ class Plan:
         )
 
 
-def _by_step(phases: tuple[Phase, ...]) -> Iterator[Mechanism]:
-    return chain.from_iterable(repeat(phase.mechanism, phase.steps) for phase in phases)
-
-
-def check_delta(delta: float, population: int | None) -> None:
-    """Refuse a delta that allows one sample of the population to be published outright."""
-    if delta > _LARGEST_DELTA:
+def _claim_of(ledger: Ledger, asked: Mapping[str, object]) -> dict[str, object]:
+    """What a plan over the phases of a ledger may claim; refuses arguments that claim more than it does."""
+    ledger.require_proof()
+    if ledger.seeded:
+        raise ModelMixError("this ledger is of a seeded run, which a plan cannot say: plan its mechanism anew.")
+    if len(ledger.populations) > 1:
+        raise ModelMixError("this ledger is of several populations: a plan has one; plan every part of it.")
+    claim: dict[str, object] = {"adjacency": ledger.adjacency, "unit": ledger.unit, "population": ledger.population}
+    more = asked.get("adjacency", ledger.adjacency) not in (ledger.adjacency, ZERO_OUT)
+    other = {name for name in ("unit", "population") if asked.get(name, claim[name]) != claim[name]}
+    if more or other - ({"population"} if ledger.population is None else set()):
         raise ModelMixError(
-            f"delta = {delta:g} is not allowed: above {_LARGEST_DELTA:g} a guarantee says next to nothing; take less "
-            "than one over the number of samples."
+            "a plan cannot claim more than the ledger it is made of: leave adjacency, unit and population out, or plan "
+            "its mechanism anew."
         )
-    if population is not None and delta >= 1 / population:
-        raise ModelMixError(
-            f"delta = {delta:g} is not allowed: with {population:,} samples it must be below 1/{population} = "
-            f"{1 / population:.2g}, or publishing one sample at random would count as private."
-        )
+    return claim
 
 
 def plan(
@@ -311,7 +294,7 @@ def plan(
         q = rate("q", sample_rate, "the sampling rate")
     if steps is None:
         steps = math.ceil(positive("epochs", epochs, "the number of epochs") / q)
-    check_delta(probability("delta", delta, "the failure probability"), many)
+    check_delta(probability("delta", delta, "the failure probability"), [] if many is None else [many])
     before = Ledger() if spent is None else spent
 
     def planned(z: float) -> Plan:

@@ -34,14 +34,17 @@ _LARGE = 600.0  # exp of more overflows
 _FFT_NOISE = 1e-11  # against the exact Gaussian, delta was never off by more than 2e-13
 
 
-@lru_cache(maxsize=512)
 def pld_epsilon(ledger: Ledger, delta: float, resolution: float = _RESOLUTION) -> float:
     """epsilon of plain Gaussian DP-SGD by privacy-loss distributions; an upper bound.
 
     The bucket follows the size of epsilon, so that the cost does not. Fewer buckets per epsilon (``resolution``) are
     faster and round up further.
     """
-    ledger = _checked(ledger)
+    return _cached_epsilon(_checked(ledger), delta, resolution)
+
+
+@lru_cache(maxsize=512)
+def _cached_epsilon(ledger: Ledger, delta: float, resolution: float) -> float:
     delta = probability("delta", delta, "the failure probability") - _FFT_NOISE * (1 + len(ledger.phases))
     if delta <= 0:
         return math.inf
@@ -109,7 +112,11 @@ def pld_group_epsilon(ledger: Ledger, delta: float) -> float:
 
 
 def _checked(ledger: Ledger) -> Ledger:
-    """Refuse what a distribution is not sound for; put equal mechanisms together, for their order does not matter."""
+    """Refuse what a distribution is not sound for, and return the phases alone.
+
+    Equal mechanisms are put together, for their order does not matter, and nothing is said of neighbours: the number is
+    the same for all claims, and cached for all of them.
+    """
     ledger.require_proof()
     counts: dict[Mechanism, int] = {}
     for phase in ledger.phases:
@@ -121,7 +128,7 @@ def _checked(ledger: Ledger) -> Ledger:
                 'Use guarantee(), which takes the best proved accountant, or by="renyi", which covers mixing.',
             )
         counts[phase.mechanism] = counts.get(phase.mechanism, 0) + phase.steps
-    return replace(ledger, phases=tuple(Phase(mechanism, steps) for mechanism, steps in counts.items()))
+    return Ledger(tuple(Phase(mechanism, steps) for mechanism, steps in counts.items()))
 
 
 def _asked(
@@ -195,6 +202,23 @@ def unmixed(ledger: Ledger) -> Ledger:
         return replace(mechanism, mixing_width=0.0)
 
     return _mapped(ledger, plain)
+
+
+def halved(ledger: Ledger) -> Ledger | None:
+    """Every phase at half the noise, half the mixing width and q = 1: it bounds replacing a unit by another.
+
+    The contributions of the two units are v and v', and v - v' lies in twice the clipped set, which is convex and
+    symmetric. In units of twice the clip the noise and the width are half of what they were. Sampling: the coins that
+    decide in which steps the unit is drawn have one law in both datasets, so publishing them as well raises no
+    divergence, by post-processing. Given them, steps without the unit are the same in both and the others are those of
+    q = 1; all steps at q = 1 are never better. None where the law is one of the user's own, which need not scale.
+    """
+    if not all(isinstance(phase.mechanism.law, str) for phase in ledger.phases):
+        return None
+    return _mapped(
+        ledger,
+        lambda m: replace(m, noise_multiplier=m.noise_multiplier / 2, mixing_width=m.mixing_width / 2, sample_rate=1.0),
+    )
 
 
 def equal_variance(ledger: Ledger) -> Ledger:

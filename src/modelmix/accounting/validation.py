@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 
 from modelmix.errors import ModelMixError
@@ -12,6 +12,7 @@ LARGEST = 1e100
 """Lengths beyond this have no use and would overflow when squared."""
 
 _LARGEST_COUNT = 10**18
+_LARGEST_DELTA = 0.01
 
 
 def _number(name: str, value: object, meaning: str, allowed: str) -> float:
@@ -55,3 +56,18 @@ def whole(name: str, value: object, meaning: str, least: int) -> int:
     if number > _LARGEST_COUNT:
         raise ModelMixError(f"{name} = {number:g} is not allowed: {meaning} must be at most {_LARGEST_COUNT:.0e}.")
     return int(value) if isinstance(value, Integral) else int(number)
+
+
+def check_delta(delta: float, populations: Iterable[int] = ()) -> None:
+    """Refuse a delta that allows one sample of a population to be published outright."""
+    if delta > _LARGEST_DELTA:
+        raise ModelMixError(
+            f"delta = {delta:g} is not allowed: above {_LARGEST_DELTA:g} a guarantee says next to nothing; take less "
+            "than one over the number of samples."
+        )
+    population = max(populations, default=None)
+    if population is not None and delta >= 1 / population:
+        raise ModelMixError(
+            f"delta = {delta:g} is not allowed: with {population:,} samples it must be below 1/{population} = "
+            f"{1 / population:.2g}, or publishing one sample at random would count as private."
+        )

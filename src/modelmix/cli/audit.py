@@ -12,6 +12,7 @@ import typer
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.runs import load_claim
 from modelmix.accounting.validation import probability, whole
 from modelmix.cli import show
 from modelmix.cli.options import Json
@@ -39,7 +40,7 @@ def audit(
     \b
     modelmix audit runs/mine --quick
     """
-    ledger, claimed, proved = _claim(run, delta)
+    ledger, claimed, proved, counted = _claim(run, delta)
     probability("confidence", confidence, "the confidence")
     from modelmix.audit.mechanism import audit_ledger, canaries
 
@@ -69,6 +70,7 @@ def audit(
             f"Lower bounds hold with {confidence:.0%} confidence each; fewer trials give smaller ones.",
             "A lower bound above the claim refutes it; one below it proves nothing.",
             *([] if proved else ["The claim is not proved: the run broke rules of the proof. See docs/audit.md."]),
+            *counted,
             *(f"Plot: {path}" for path in plots),
         ]
         verdict = " THE CLAIM IS REFUTED." if broken else ""
@@ -77,20 +79,21 @@ def audit(
         raise typer.Exit(1)
 
 
-def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool]:
-    """The phases of a run, the epsilon it claims, and whether that is proved."""
+def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool, tuple[str, ...]]:
+    """The phases a run took, the epsilon of its plan, whether that is proved, and what to say of it."""
+    notes: tuple[str, ...] = ()
     if run.suffix in (".toml", ".yaml", ".yml"):
         from modelmix.experiments.recipe import MECHANISMS, Recipe
 
         recipe = Recipe.load(run)
-        ledger = recipe.whole(len(recipe.load_data().train))
+        ledger = counted = recipe.whole(len(recipe.load_data().train))
         proved = MECHANISMS[recipe.mechanism][1] != "released"
     else:
-        ledger = Ledger.load(run / "ledger.json" if run.is_dir() else run)
-        proved = not ledger.unproved
+        found = load_claim(run)
+        ledger, counted, proved, notes = found.taken, found.ledger, not found.ledger.unproved, found.notes
     if not ledger.phases:
         raise ModelMixError(f"{run} has no step yet: there is nothing to attack.")
-    return ledger, guarantee(Ledger(ledger.phases), delta).epsilon, proved
+    return ledger, guarantee(Ledger(counted.phases), delta).epsilon, proved, notes
 
 
 def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, quick: bool) -> Any:

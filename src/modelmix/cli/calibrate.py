@@ -11,8 +11,7 @@ import typer
 
 from modelmix.accounting import calibration
 from modelmix.accounting.guarantee import guarantee
-from modelmix.accounting.plan import check_delta
-from modelmix.accounting.validation import positive
+from modelmix.accounting.validation import check_delta, positive
 from modelmix.cli import show
 from modelmix.cli.options import ADJACENCY_HELP, Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
@@ -43,7 +42,7 @@ def calibrate(
     if options.ledger:
         raise ModelMixError("calibrate takes one phase from its options: leave --ledger out.")
     positive("epsilon", epsilon, "the target epsilon")
-    check_delta(options.delta, options.samples)
+    check_delta(options.delta, [] if options.samples is None else [options.samples])
     ratios, unknown = _unknown(options, solve_for)
     target: dict[str, Any] = {"epsilon": epsilon, "delta": options.delta, "by": by, "adjacency": adjacency}
     if unknown == "steps":
@@ -90,7 +89,7 @@ def calibrate(
     show.table(
         f"epsilon {show.up(reached.epsilon)} ({reached.accountant}; target {epsilon:g}) at delta = {options.delta:g}",
         ["", "value"],
-        [[f"[bold]{unknown}[/]", f"[bold]{answer:.7g}[/]"]],
+        [[show.bold(unknown), show.bold(f"{answer:.7g}")]],
         [show.phase_line(ledger.phases[0]), "Rounded to the safe side.", reached.scope, *reached.notes],
     )
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.calibration import calibrate
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.plan import check_delta
-from modelmix.accounting.validation import positive, whole
+from modelmix.accounting.validation import check_delta, positive, whole
 from modelmix.cli import show
 from modelmix.cli.options import DataDir, Json
 from modelmix.errors import ModelMixError, UnprovedError
@@ -91,7 +89,7 @@ def clip_advice(
         assert ledger is not None
         many = len(batch[1]) if population is None else whole("population", population, "the population", least=1)
         claim = Ledger(adjacency=ZERO_OUT if population is None else ADD_OR_REMOVE, population=many)
-        check_delta(delta, many)
+        check_delta(delta, claim.populations)
         found = _pay(network, batch, epsilon, delta, q, ledger, claim, facts)
         kappa, tail, bias = found.kappa(), None, []
     else:
@@ -108,7 +106,7 @@ def clip_advice(
     rows = [["advised clip c", f"{clip:.4g}"], ["the paper's threshold", f"{threshold:.4g}"]]
     rows += [["kappa" + (" (bound)" if private else ""), f"{kappa:.4g}"]]
     rows += [[f"{share:.0%} of the norms are below", f"{found.quantile(share):.4g}"] for share in (0.5, 0.9, 0.99)]
-    show.table(f"where to clip: {escape(model)} on {escape(data)}", ["", ""], rows, [*_notes(facts, private, ledger)])
+    show.table(f"where to clip: {model} on {data}", ["", ""], rows, [*_notes(facts, private, ledger)])
 
 
 def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[str]:
@@ -119,11 +117,9 @@ def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[st
         "The threshold is what Theorem 3.2 needs to promise convergence; smaller clips often work, without a promise.",
     ]
     if private:
-        notes.append(f"Charged to {escape(str(ledger))}: epsilon {facts['epsilon_spent']:.4g} for this look alone.")
-        notes.append(escape(facts["scope"]))
-        notes.append(
-            f"Only the noisy histogram was used. modelmix train --spent {escape(str(ledger))} counts the look as well."
-        )
+        notes.append(f"Charged to {ledger!s}: epsilon {facts['epsilon_spent']:.4g} for this look alone.")
+        notes.append(facts["scope"])
+        notes.append(f"Only the noisy histogram was used. modelmix train --spent {ledger!s} counts the look as well.")
     else:
         chance = facts["tail_chance"]
         fit = "is" if chance >= 0.05 else "is NOT"

@@ -34,12 +34,15 @@ def compare(
     if whole_map:
         _map(options, share, out, json)
         return
-    phase = options.one_phase()
-    result = honest_comparison(phase.mechanism, options.delta, steps=phase.steps)
+    ledger, notes = options.one_phase()
+    (phase,) = ledger.phases
+    result = honest_comparison(ledger, options.delta)
     std, ours = result.total_std, result.mechanism
     if json:
         print(
-            show.as_json({**asdict(result), "epsilon": ours.epsilon, "delta": options.delta, "phase": phase.as_dict()})
+            show.as_json(
+                {**asdict(result), **ours.as_dict(), "proved": True, "counted": notes, "phase": phase.as_dict()}
+            )
         )
         return
     noise_std = phase.mechanism.noise.variance**0.5
@@ -67,6 +70,9 @@ def compare(
         [
             show.phase_line(phase),
             ours.scope,
+            *ours.notes,
+            *(f"Assumed: {line}." for line in ours.assumed),
+            *notes,
             "Noise std: of everything added to one coordinate, mixing included. At equal epsilon less is better.",
         ],
     )

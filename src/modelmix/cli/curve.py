@@ -44,27 +44,29 @@ def curve(
             if options.steps is not None:
                 raise ModelMixError("--steps and --to say the same thing here: give one of them.")
             options = replace(options, steps=stop)
-        phase = options.one_phase()
-        if phase.steps == 1:
+        ledger, notes = options.one_phase()
+        if ledger.steps == 1:
             raise ModelMixError("a curve over steps needs at least two of them: give --steps 2 or more.")
-        result = curves.over_steps(phase.mechanism, 1.0 if start is None else start, float(phase.steps), options.delta)
+        result = curves.over_steps(ledger, 1.0 if start is None else start, float(ledger.steps), options.delta)
     else:
         # The axis replaces whatever width was given; in the paper's units one tau/eta is worth ``unit`` of omega.
         unit = None
         if over == "tau":
             options = replace(options, tau=1.0, eta=None, omega=None).in_ratios()
             unit = options.omega
-        phase = replace(options, omega=0.0).one_phase()
+        ledger, notes = replace(options, omega=0.0).one_phase()
         default = (0.01, 1.0) if over == "tau" else (0.1, 100.0)
         first, last = (
             given if given is not None else usual for given, usual in zip((start, stop), default, strict=True)
         )
-        result = curves.over_width(phase, first, last, options.delta, unit)
+        result = curves.over_width(ledger, first, last, options.delta, unit)
     written = curves.draw(result, out)
     if json:
         lines = {name: line.tolist() for name, line in result.lines.items()}
         files = [str(path) for path in written]
-        print(show.as_json({"axis": result.axis, "x": result.x.tolist(), "epsilon": lines, "files": files}))
+        out_of = {"axis": result.axis, "x": result.x.tolist(), "epsilon": lines, "files": files}
+        claim = {name: value for name, value in result.end.as_dict().items() if name not in ("epsilon", "steps")}
+        print(show.as_json({**claim, "proved": True, "counted": notes, **out_of}))
         return
     last_index = len(result.x) - 1
     rows = [
@@ -75,5 +77,5 @@ def curve(
         f"epsilon against {result.axis}: {result.title}",
         [over, *result.lines],
         rows,
-        [f"drawn: {', '.join(map(str, written))}"],
+        [result.end.scope, *result.end.notes, *notes, f"drawn: {', '.join(map(str, written))}"],
     )

@@ -9,7 +9,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from modelmix.cli import show
 from modelmix.cli.once import Program
@@ -88,13 +87,13 @@ def list_sets(data_dir: DataDir = None, json: Json = False) -> None:
         print(show.as_json({"data_dir": str(root), "sets": sets}))
         return
     rows = [
-        [name, f"{sizes[name] / 1e6:.0f} MB", "-" if places[name] is None else escape(str(places[name]))]
+        [name, f"{sizes[name] / 1e6:.0f} MB", "-" if places[name] is None else str(places[name])]
         for name in catalogue.CATALOGUE
     ]
     notes = [f"{public.title}: {public.licence}" for public in catalogue.CATALOGUE.values()]
     notes.append("Files are checked when a set is loaded or fetched: modelmix data fetch NAME.")
-    title = f"public data sets, looked for in {escape(str(root))}"
-    show.table(title, ["name", "download", " here"], rows, [escape(note) for note in notes])
+    title = f"public data sets, looked for in {root!s}"
+    show.table(title, ["name", "download", " here"], rows, notes)
 
 
 def _note(line: str) -> None:

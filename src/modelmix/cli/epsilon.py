@@ -30,12 +30,12 @@ def epsilon(
     modelmix epsilon --z 0.335 --omega 11.25 --p 100 --q 0.03 --steps 3400
     modelmix epsilon --z 0.335 --clip 20 --n 50000 --batch 1500 --tau 0.15 --p 100 --steps 3400
     """
-    ledger = options.phases()
+    ledger, counted = options.counted()
     best = guarantee(ledger, options.delta, adjacency=adjacency)  # type: ignore[arg-type]
     moments = {by: guarantee(ledger, options.delta, by=by, adjacency=adjacency) for by in ("renyi", "classic")}  # type: ignore[arg-type]
     wanted = _orders(orders)
     divergence = [rdp(phase.mechanism, wanted).tolist() for phase in ledger.phases] if wanted else []
-    other_delta = None if for_epsilon is None else delta(ledger, for_epsilon)
+    other_delta = None if for_epsilon is None else delta(ledger, for_epsilon, adjacency=adjacency)  # type: ignore[arg-type]
     twin_ledger = equal_variance(ledger)
     plain, twin = (guarantee(book, options.delta, adjacency=adjacency) for book in (unmixed(ledger), twin_ledger))  # type: ignore[arg-type]
     twin_z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
@@ -49,6 +49,7 @@ def epsilon(
             "epsilon_classic": moments["classic"].epsilon,
             "order_classic": moments["classic"].order,
             "proved": True,
+            "counted": counted,
             "plain_dpsgd_epsilon": plain.epsilon,
             "plain_dpsgd_accountant": plain.accountant,
             "equal_variance_epsilon": twin.epsilon,
@@ -66,8 +67,8 @@ def epsilon(
         return
     law = "plain DP-SGD" if all(phase.mechanism.law == "gaussian" for phase in ledger.phases) else "same noise"
     z = f"z = {twin_z[0]:.4g}" if len(twin_z) == 1 else "phase by phase"
-    rows = [
-        ["[bold]this mechanism[/]", f"[bold]{show.up(best.epsilon)}[/]", _how(best)],
+    rows: list[list[Any]] = [
+        [show.bold("this mechanism"), show.bold(show.up(best.epsilon)), _how(best)],
         ["  Renyi, improved", show.up(moments["renyi"].epsilon), _how(moments["renyi"])],
         ["  Renyi, classic conversion", show.up(moments["classic"].epsilon), _how(moments["classic"])],
         [f"{law}, no mixing", show.up(plain.epsilon), plain.accountant],
@@ -81,7 +82,7 @@ def epsilon(
     if other_delta is not None:
         rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "best proved"])
     notes = [show.phase_line(phase) for phase in ledger.phases] + ([best.reason] if best.reason else [])
-    notes += [best.scope, *best.notes, *(f"Assumed: {line}." for line in best.assumed)]
+    notes += [best.scope, *best.notes, *(f"Assumed: {line}." for line in best.assumed), *counted]
     show.table(f"epsilon at delta = {options.delta:g}", ["", "epsilon", " by"], rows, notes)
 
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ADJACENCIES, ZERO_OUT
-from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
-from modelmix.accounting.plan import check_delta
-from modelmix.accounting.validation import rate, whole
+from modelmix.accounting.runs import load_claim
+from modelmix.accounting.validation import check_delta, rate, whole
 from modelmix.errors import ModelMixError
 
 _RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"
@@ -51,6 +51,13 @@ class Knobs(NamedTuple):
     chunk: int | None
 
 
+class Counted(NamedTuple):
+    """What is accounted for, and what has to be said about where it comes from."""
+
+    ledger: Ledger
+    notes: list[str]
+
+
 @dataclass(frozen=True)
 class MechanismOptions:
     """What the user said about the mechanism; anything may be missing until a command asks for it."""
@@ -77,7 +84,9 @@ class MechanismOptions:
     )
     ledger: Annotated[
         list[Path] | None,
-        _option("--ledger", "A ledger file; its phases come before those given by options. May be repeated.", _OTHER),
+        _option(
+            "--ledger", "Ledger file or run folder, counted before what options describe. May be repeated.", _OTHER
+        ),
     ] = None
     delta: Annotated[float, typer.Option("--delta", help="Failure probability.", rich_help_panel=_OTHER)] = 1e-5
 
@@ -139,18 +148,21 @@ class MechanismOptions:
             dimension=ratios.d,  # type: ignore[arg-type]
         )
 
-    def phases(self) -> Ledger:
-        """The phases of every --ledger, then the one the other options describe."""
+    def counted(self) -> Counted:
+        """Everything that every --ledger counts as, then the phase that the other options describe."""
         out = Ledger()
+        notes: list[str] = []
         for path in self.ledger or ():
-            out = out.then(Ledger.load(path))
+            found = load_claim(path)
+            out = out.then(found.ledger)
+            notes += found.notes
         if self.describes_a_phase:
             self.in_ratios().require("z", "q", "steps")
             out = out.then(self.claim(out.population).add(self.mechanism(), self.steps))  # type: ignore[arg-type]
         if not out.phases:
             raise ModelMixError("nothing to account for: give --z, --q and --steps (see --help), or --ledger FILE.")
-        check_delta(self.delta, out.population)
-        return out
+        check_delta(self.delta, out.populations)
+        return Counted(out, notes)
 
     def claim(self, known: int | None = None) -> Ledger:
         """An empty ledger with what the options can claim; ``known`` is the number of samples if they name none."""
@@ -158,12 +170,13 @@ class MechanismOptions:
             return Ledger(adjacency=ADD_OR_REMOVE, population=self.samples)
         return Ledger(adjacency=ZERO_OUT, population=self.samples or known)
 
-    def one_phase(self) -> Phase:
-        """The only phase, for commands that vary one of its numbers."""
-        ledger = self.phases()
-        if len(ledger.phases) != 1:
+    def one_phase(self) -> Counted:
+        """A ledger of one phase with all that it claims, for commands that vary one of its numbers."""
+        found = self.counted()
+        found.ledger.require_proof()
+        if len(found.ledger.phases) != 1:
             raise ModelMixError("this command takes one phase: give a ledger of one phase, or the options of one.")
-        return ledger.phases[0]
+        return found
 
 
 def takes_mechanism(command: Callable[..., None]) -> Callable[..., None]:

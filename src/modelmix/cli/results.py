@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from modelmix.cli import show
 from modelmix.cli.options import Json
@@ -73,7 +73,7 @@ def results(
 
 
 def _show(table: Table, found: Summary, spread: bool) -> None:
-    def cell(row: Row, kind: str) -> str:
+    def cell(row: Row, kind: str) -> str | Text:
         one = found.cell(row, kind)
         text = results_page.cell_text(one)
         text = text if spread else text.split(" ", 1)[0]
@@ -81,12 +81,12 @@ def _show(table: Table, found: Summary, spread: bool) -> None:
             return text
         if one.reaches is None:
             return text
-        return f"[bold green]{text}[/]" if one.reaches else f"{text}{results_page.BELOW}"
+        return show.bold(text, "green") if one.reaches else f"{text}{results_page.BELOW}"
 
     columns = ["row", "printed", "plain printed", *KINDS]
     rows = [[row.name, *results_page.printed(row), *(cell(row, kind) for kind in KINDS)] for row in table.rows]
     notes = [*results_page.notes(table), *results_page.lost(table, found), *_efforts(table, found)]
-    show.table(f"\n{table.title}", columns, rows, [escape(note) for note in notes])
+    show.table(f"\n{table.title}", columns, rows, notes)
 
 
 def _efforts(table: Table, found: Summary) -> list[str]:

@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.report.words import up
 
-__all__ = ["as_json", "describe", "phase_line", "rounded", "table", "up"]
+__all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up"]
 
 
 def rounded(value: float, direction: str, digits: int = 7) -> float:
@@ -59,17 +60,25 @@ def phase_line(phase: Phase) -> str:
     return f"phase: {phase.steps:,} steps of {describe(phase.mechanism)}"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
-    """A table with notes under it; columns after the first are numbers unless they start with a space."""
+def bold(text: str, colour: str = "") -> Text:
+    """A cell that stands out."""
+    return Text(text, style=f"bold {colour}".strip())
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], notes: Sequence[str] = ()) -> None:
+    """A table with notes under it; columns after the first are numbers unless they start with a space.
+
+    Texts are printed as they are: names come from files, and markup in them could hide what is said about them.
+    """
     console = Console()
-    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console.print(Text(title, style="bold"), soft_wrap=True)
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = not any(" " in row[0] for row in rows)  # a name that is cut off names nothing
     for i, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if i == 0 or column.startswith(" ") else "right"
-        out.add_column(column.strip(), justify=justify, no_wrap=names and i == 0)
+        out.add_column(Text(column.strip()), justify=justify, no_wrap=names and i == 0)
     for row in rows:
-        out.add_row(*row)
-    console.print(out)
+        out.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console.print(out, highlight=False)
     for note in notes:
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
+        console.print(Text(note, style="dim"), soft_wrap=True)

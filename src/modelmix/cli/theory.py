@@ -226,8 +226,8 @@ def _tell(title: str, bounds: dict[str, utility.Bound], facts: dict[str, Any], n
         print(show.as_json({**facts, "bounds": terms}))
         return
     names = list(dict.fromkeys(name for bound in bounds.values() for name in bound.terms))
-    rows = [[name, *(_number(bound.terms.get(name)) for bound in bounds.values())] for name in names]
-    rows.append(["[bold]total[/]", *(f"[bold]{bound.total:.4g}[/]" for bound in bounds.values())])
+    rows: list[list[Any]] = [[name, *(_number(bound.terms.get(name)) for bound in bounds.values())] for name in names]
+    rows.append([show.bold("total"), *(show.bold(f"{bound.total:.4g}") for bound in bounds.values())])
     show.table(title, ["", *bounds], rows, notes)
 
 

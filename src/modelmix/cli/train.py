@@ -11,7 +11,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from modelmix.accounting.guarantee import SEEDED
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
@@ -261,16 +260,17 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
             "delta": recipe.delta,
             "proved": best is not None,
             "unproved": list(ledger.unproved),
-            "seeded": recipe.seed is not None,
+            "seeded": ledger.seeded,
+            "counted": [note for found in recipe.spent_claims() for note in found.notes],
             "steps": trainer.step,
             "report": str(folder / "report.html"),
         }
         print(show.as_json(out))
         return
-    rows = [
+    rows: list[list[Any]] = [
         ["test accuracy", _percent(last.get("test_accuracy"))],
         ["  of the averaged model", _percent(last.get("ema_accuracy"))],
-        ["[bold]epsilon[/]", f"[bold]{'not proved' if best is None else show.up(best.epsilon)}[/]"],
+        [show.bold("epsilon"), show.bold("not proved" if best is None else show.up(best.epsilon))],
     ]
     if best is not None and any(phase.mechanism.mixed for phase in ledger.phases):
         planned = trainer.plan.ledger
@@ -284,9 +284,10 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
         notes += [best.scope, *best.notes]
     elif recipe.seed is not None:
         notes.append(f"{SEEDED[0].upper()}{SEEDED[1:]}.")
+    notes += [note for found in recipe.spent_claims() for note in found.notes]
     notes.append(f"Report: {folder / 'report.html'}")
     notes.append(f"Check it: modelmix verify {quote(str(folder))} --delta {recipe.delta!r}")
-    show.table(f"{escape(recipe.name)}, delta = {recipe.delta:g}", ["", ""], rows, [escape(note) for note in notes])
+    show.table(f"{recipe.name}, delta = {recipe.delta:g}", ["", ""], rows, notes)
 
 
 def _percent(value: float | None) -> str:

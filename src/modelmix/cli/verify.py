@@ -9,8 +9,8 @@ import typer
 
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.plan import check_delta
-from modelmix.accounting.validation import at_least_zero
+from modelmix.accounting.runs import load_claim
+from modelmix.accounting.validation import at_least_zero, check_delta
 from modelmix.cli import show
 from modelmix.cli.options import Json
 
@@ -22,13 +22,13 @@ def verify(
     json: Json = False,
 ) -> None:
     """Recompute epsilon from a ledger, without the model, and check a claim against it."""
-    book = Ledger.load(ledger / "ledger.json" if ledger.is_dir() else ledger)
+    counted = load_claim(ledger)
+    book, planned = counted.taken, counted.ledger
     if book.unproved and json:
         print(show.as_json({"epsilon": None, "delta": delta, "proved": False, "unproved": list(book.unproved)}))
         raise typer.Exit(1)
-    check_delta(delta, book.population)
-    planned = _planned(ledger, book)
-    best = guarantee(planned, delta)
+    check_delta(delta)
+    best = counted.guarantee(delta)
     so_far = guarantee(book, delta).epsilon if planned.steps > book.steps else None
     holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= best.epsilon
     if json:
@@ -58,16 +58,6 @@ def verify(
         )
     if holds is False:
         raise typer.Exit(1)
-
-
-def _planned(path: Path, book: Ledger) -> Ledger:
-    """What the run of this folder planned to release, which is its guarantee however early it stopped."""
-    config = path / "config.json"
-    if not path.is_dir() or not config.exists():
-        return book
-    from modelmix.report.page_data import planned_ledger, read_config
-
-    return planned_ledger(read_config(config), book)
 
 
 def _stopped(planned: Ledger, book: Ledger, so_far: float) -> str:

@@ -19,6 +19,7 @@ from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.plan import Plan, calibrated_noise
+from modelmix.accounting.runs import Claim, load_claim
 from modelmix.accounting.validation import positive, probability, rate, whole
 from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
@@ -88,8 +89,8 @@ class Recipe:
     population is a public constant that does not move with the data: batch and the sampling rate are then shares of it,
     and the number of samples stays private. Left out, the number of samples is public. See ``adjacency``.
 
-    spent is a ledger file, or a list of them, of what was released about the same samples before, by clip-advice for
-    instance: epsilon counts it, and noise that is calibrated leaves room for it.
+    spent is a ledger file or a run folder, or a list of them, of what was released about the same samples before, by
+    clip-advice for instance: epsilon counts it, and noise that is calibrated leaves room for it.
 
     test_public says that the test set is public: only then may what is measured on it be published. classes is how many
     classes the data has, where neither its folders nor its name say so: private labels are not counted.
@@ -282,11 +283,15 @@ class Recipe:
 
         return load(self.data, data_dir, self.image_size, classes=self.classes, test_public=self.test_public)
 
+    def spent_claims(self) -> list[Claim]:
+        """What the ledgers and run folders that ``spent`` names count as."""
+        return [load_claim(path) for path in ([self.spent] if isinstance(self.spent, str) else self.spent or ())]
+
     def before(self) -> Ledger:
-        """What had been released about the training samples before this run: the ledgers that ``spent`` names."""
+        """What had been released about the training samples before this run, or was planned to be."""
         out = Ledger()
-        for path in [self.spent] if isinstance(self.spent, str) else self.spent or ():
-            out = out.then(Ledger.load(path))
+        for found in self.spent_claims():
+            out = out.then(found.ledger)
         return out
 
     def price(self, n: int) -> Ledger:

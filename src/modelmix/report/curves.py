@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from modelmix.accounting.functions import Array
-from modelmix.accounting.guarantee import guarantee, quick_epsilon
-from modelmix.accounting.ledger import Ledger, Phase
+from modelmix.accounting.guarantee import Guarantee, guarantee, quick_epsilon
+from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.accounting.validation import positive
@@ -28,26 +28,30 @@ _YARDSTICK_LOOKS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Lines over one axis; the first line is the mechanism itself."""
+    """Lines over one axis; the first line is the mechanism itself, and ``end`` what holds at its last point."""
 
     axis: str
     title: str
     x: Array
     lines: dict[str, Array]
+    end: Guarantee
 
 
-def over_steps(mechanism: Mechanism, first: float, last: float, delta: float) -> Curve:
-    """epsilon after each of some step counts."""
+def over_steps(ledger: Ledger, first: float, last: float, delta: float) -> Curve:
+    """epsilon after each of some step counts, for the one mechanism and the claim of a ledger."""
+    (phase,) = ledger.phases
+    mechanism = phase.mechanism
     x = np.unique(np.round(_grid(max(1.0, first), last, _STEP_POINTS)))
     title = (
         f"z = {mechanism.noise_multiplier:.4g}, omega = {mechanism.mixing_width:.4g}, q = {mechanism.sample_rate:.4g}"
     )
-    return _curve("steps", title, x, delta, lambda t: (mechanism, int(t)))
+    return _curve(ledger, "steps", title, x, delta, lambda t: (mechanism, int(t)))
 
 
-def over_width(phase: Phase, first: float, last: float, delta: float, unit: float | None) -> Curve:
+def over_width(ledger: Ledger, first: float, last: float, delta: float, unit: float | None) -> Curve:
     """epsilon against omega, or against tau/eta where ``unit`` gives omega per tau/eta."""
     axis = "mixing width omega" if unit is None else "mixing threshold tau / eta"
+    (phase,) = ledger.phases
     mechanism = phase.mechanism
     title = f"z = {mechanism.noise_multiplier:.4g}, q = {mechanism.sample_rate:.4g}, {phase.steps:,} steps"
     scale = 1.0 if unit is None else unit
@@ -55,7 +59,7 @@ def over_width(phase: Phase, first: float, last: float, delta: float, unit: floa
     def at(x: float) -> tuple[Mechanism, int]:
         return replace(mechanism, mixing_width=scale * x), phase.steps
 
-    return _curve(axis, title, _grid(first, last, _WIDTH_POINTS), delta, at)
+    return _curve(ledger, axis, title, _grid(first, last, _WIDTH_POINTS), delta, at)
 
 
 def _grid(first: float, last: float, points: int) -> Array:
@@ -65,8 +69,11 @@ def _grid(first: float, last: float, points: int) -> Array:
     return np.geomspace(first, last, points)
 
 
-def _curve(axis: str, title: str, x: Array, delta: float, at: Callable[[float], tuple[Mechanism, int]]) -> Curve:
-    books = [Ledger().add(*at(value)) for value in x]
+def _curve(
+    ledger: Ledger, axis: str, title: str, x: Array, delta: float, at: Callable[[float], tuple[Mechanism, int]]
+) -> Curve:
+    books = [replace(ledger, phases=()).add(*at(value)) for value in x]
+    found = guarantee(books[-1], delta)  # first: nothing is drawn of what is not proved
     last = books[-1].phases[-1].mechanism
 
     def line(change: Callable[[Ledger], Ledger]) -> Array:
@@ -82,12 +89,13 @@ def _curve(axis: str, title: str, x: Array, delta: float, at: Callable[[float], 
     else:
         lines = {"no mixing": line(lambda book: book)}
     lines["Gaussian of equal variance"] = line(equal_variance)
-    return Curve(axis, f"{last.law}, {title}, delta = {delta:g}", x, lines)
+    seeded = ", seeded" if found.seeded else ""
+    return Curve(axis, f"{last.law}, {title}, delta = {delta:g}{seeded}", x, lines, found)
 
 
 def _untruncated(book: Ledger) -> Ledger:
     phase = book.phases[0]
-    return Ledger().add(replace(phase.mechanism, p=1, dimension=None), phase.steps)
+    return replace(book, phases=()).add(replace(phase.mechanism, p=1, dimension=None), phase.steps)
 
 
 def draw(curve: Curve, path: Path) -> list[Path]:

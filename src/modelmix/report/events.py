@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import secrets
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -88,9 +89,10 @@ class EventFile:
     """
 
     def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
-        now = time.time()
+        # To ten seconds, as every time that is written: exact ones tell how long a step took.
+        now = float(round(time.time(), -1))
         began = now - (rows[-1]["seconds"] if rows else 0.0)
-        self.path = Path(folder) / f"events.out.tfevents.{int(now)}.{os.getpid()}.{time.monotonic_ns()}"
+        self.path = Path(folder) / f"events.out.tfevents.{int(now)}.{os.getpid()}.{secrets.token_hex(8)}"
         head = _varint(1 << 3 | 1) + struct.pack("<d", now) + _field(3, b"brain.Event:2")
         write_atomically(self.path, b"".join([record(head), *(_row(row, began + row["seconds"]) for row in rows)]))
         for old in self.path.parent.glob("events.out.tfevents.*"):

@@ -74,12 +74,12 @@ def proved(run: Run, *, public: bool = False) -> Guarantee | None:
     """The guarantee of everything the run planned, with what the run leaves uncovered; None where none is proved."""
     if run.unproved:
         return None
-    found = guarantee(run.planned, run.delta)
+    found = run.claim.guarantee(run.delta)
     where = "" if public or run.diagnostics is None else ", in the marked box below"
     excluded = [] if run.test_public else [words.TEST_METRICS]
     excluded.append(f"diagnostics of the training: norms, clips and batch sizes{where}")
     assumed = (*found.assumed, *words.assumed_by(run.recipe))
-    return replace(found, seeded=run.seeded, assumed=assumed, excluded=tuple(excluded))
+    return replace(found, assumed=assumed, excluded=tuple(excluded))
 
 
 def _title(run: Run) -> Html:
@@ -94,7 +94,7 @@ def _banners(run: Run, best: Guarantee | None) -> Iterator[Html]:
         yield tag("div", words.UNBOUNDED, kind="banner")
     if "seed" not in run.config:
         yield tag("div", words.SEED_UNKNOWN, kind="banner")
-    elif run.seeded:
+    elif run.planned.seeded:
         yield tag("div", SEEDED, kind="banner")
 
 
@@ -131,7 +131,7 @@ def _epsilon_fact(run: Run, best: Guarantee | None) -> Html:
 
 
 def _steps_fact(run: Run) -> Html:
-    planned = run.planned.steps if run.planned != run.ledger else run.config.get("steps")
+    planned = run.planned.steps if "plan" in run.config else run.config.get("steps")
     note = "" if planned is None else f"of {words.count(planned)} planned"
     return _fact("steps", words.count(run.ledger.steps), note)
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.plan import Plan
-from modelmix.accounting.validation import probability
+from modelmix.accounting.runs import Claim, claim_of, read_config, read_object
 from modelmix.errors import ModelMixError
 from modelmix.report.words import number
-
-SCHEMA = "modelmix-run"
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -47,10 +42,10 @@ class Run:
         found = self.config.get("recipe")
         return found if isinstance(found, dict) else {}
 
-    @property
-    def seeded(self) -> bool:
-        """Whether it was seeded; also where nothing is said about it: silence is no guarantee."""
-        return self.ledger.seeded or self.config.get("seed", "unknown") is not None
+    @cached_property
+    def claim(self) -> Claim:
+        """What the run counts as: all that it planned, however early it stopped."""
+        return claim_of(self.config, self.ledger)
 
     @property
     def test_public(self) -> bool:
@@ -59,8 +54,8 @@ class Run:
 
     @property
     def planned(self) -> Ledger:
-        """Everything the run planned to release: its guarantee, however early it stopped."""
-        return planned_ledger(self.config, self.ledger)
+        """Everything that counts."""
+        return self.claim.ledger
 
     @property
     def unproved(self) -> tuple[str, ...]:
@@ -71,14 +66,6 @@ class Run:
         """(step, value) of every metrics row that has both."""
         pairs = [(number(row.get("step")), number(row.get(key))) for row in self.rows]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
-
-
-def planned_ledger(config: Mapping[str, Any], ledger: Ledger) -> Ledger:
-    """What the plan in a configuration releases in all; the ledger itself where there is no longer plan."""
-    if not isinstance(config.get("plan"), dict) or ledger.unproved:
-        return ledger
-    planned = Plan.from_dict(config["plan"]).ledger
-    return ledger if planned.steps <= ledger.steps else replace(planned, seeded=ledger.seeded)
 
 
 def read_run(folder: Path) -> Run:
@@ -96,34 +83,15 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read and check the configuration of a run."""
-    config = _object(path)
-    if config.get("schema") != SCHEMA:
-        raise ModelMixError(f'{path} is not the configuration of a run: its "schema" must be "{SCHEMA}".')
-    if type(config.get("version")) is not int or config["version"] != VERSION:
-        raise ModelMixError(
-            f"{path} has version {config.get('version')!r}: this program reads version {VERSION}; "
-            "use the program that wrote the file."
-        )
-    try:
-        probability("delta", config.get("delta"), "the failure probability")
-    except ModelMixError as error:
-        raise ModelMixError(f"{path}: {error}") from None
-    if not isinstance(config.setdefault("settings", {}), dict):
-        raise ModelMixError(f'{path}: "settings" must be an object.')
-    return config
-
-
 def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = _object(path).get("rows", [])
+    rows = read_object(path).get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ModelMixError(f'{path}: "rows" must be a list of objects.')
     return rows
 
 
 def _diagnostics(path: Path) -> dict[str, Any]:
-    out = _object(path)
+    out = read_object(path)
     histogram = out.get("norm_histogram")
     if histogram is not None and not _is_histogram(histogram):
         raise ModelMixError(
@@ -143,17 +111,3 @@ def _is_histogram(value: object) -> bool:
         return False
     rising = all(a < b for a, b in pairwise(edges))  # type: ignore[operator]
     return rising and edges[0] > 0 and min(counts) >= 0  # type: ignore[operator, type-var]
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelMixError(f"cannot read {path}: {error.strerror}; give the folder of a run.") from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ModelMixError(f"{path} is not whole JSON: {reason}.") from None
-    if not isinstance(data, dict):
-        raise ModelMixError(f"{path} is not a JSON object.")
-    return data

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.runs import SCHEMA, VERSION
 from modelmix.errors import ModelMixError
 from modelmix.files import TEMPORARY, lock, write_atomically
 
-SCHEMA, VERSION = "modelmix-run", 1
+__all__ = ["SCHEMA", "VERSION", "RunFolder"]
 
 
 class RunFolder:
