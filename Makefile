@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: train test test-gpu lint bench mutants clean
+.PHONY: help train test test-gpu lint bench mutants clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 train: $(READY)  ## private training on the embedded images, with a report at the end
 	$(BIN)/modelmix train
@@ -33,5 +36,5 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-clean:
+clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) results runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

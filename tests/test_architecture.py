@@ -98,12 +98,35 @@ def test_the_package_runs_as_a_module():
     assert done.stderr.startswith("modelmix: error: z = -1")
 
 
-def test_the_docstring_example_is_true():
+WITH_EXAMPLES = sorted(
+    path.relative_to(SOURCE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for path in SOURCE.rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_in_docstrings_are_true(name):
     import doctest
+    import importlib
 
-    import modelmix
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted
+    assert not found.failed
 
-    assert doctest.testmod(modelmix).failed == 0
+
+PUBLIC = """
+BudgetExceeded Clip Embedding EmbeddingMechanism Gaussian Guarantee Laplace Law Ledger Mechanism Mixed ModelMixError
+Performance Plan Schedule Trainer UnprovedError __version__ calibrate clipped_sum compare delta epsilon epsilon_curve
+equal_variance_gaussian guarantee make_private max_steps mixing_width plan rdp
+"""
+
+
+def test_the_front_door_is_what_it_is_by_decision():
+    import modelmix as mm
+
+    assert dir(mm) == sorted(mm.__all__) == PUBLIC.split()
+    assert all(hasattr(mm, name) for name in PUBLIC.split())
 
 
 def test_no_two_files_of_tests_share_a_name():

@@ -6,7 +6,7 @@
 7.25
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmix._version import __version__
 from modelmix.accounting.accountant import rdp
@@ -19,6 +19,9 @@ from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 from modelmix.accounting.plan import Plan, plan
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
+
+if TYPE_CHECKING:  # so that types are known where torch is not loaded before it is needed
+    from modelmix.training import Clip, Embedding, Performance, Schedule, Trainer, clipped_sum, make_private
 
 _TRAINING = ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
 
@@ -55,6 +58,10 @@ __all__ = [
     "plan",
     "rdp",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -101,7 +101,7 @@ def smallest_by_best(
 class Looks:
     """Where the guide should be for the value to be at its target: on the line, in logarithms, of the last two looks.
 
-    >>> Looks(4.0).next_goal(10.0, 5.0)
+    >>> round(Looks(4.0).next_goal(10.0, 5.0), 6)
     8.0
     """
 
