@@ -55,7 +55,7 @@ _DISTRIBUTIONS = [
 _MEETING = [_X + "test_samples_meet.py", _X + "test_random_programs.py", _T + "test_engine.py", _T + "test_engines.py"]
 _LOOPS = [
     _T + "test_private.py",
-    *(_X + f"test_{n}.py" for n in ("losses_that_mix", "noise_used_twice", "ledgers_of_loops")),
+    *(_X + f"test_{n}.py" for n in ("losses_that_mix", "noise_used_twice", "ledgers_of_loops", "choices_by_the_batch")),
 ]
 TESTS: dict[str, list[str]] = {
     "accounting/adjacency.py": _CLAIMS,
@@ -77,26 +77,28 @@ TESTS: dict[str, list[str]] = {
     "accounting/facts.py": [_A + "test_facts.py", _A + "test_laws.py"],
     "audit/bounds.py": ["tests/audit/test_bounds.py"],
     "audit/mechanism.py": ["tests/audit/test_mechanism_audit.py", "tests/audit/test_embedding_sensitivity.py"],
-    "training/mixing.py": [_T + "test_rules.py", _T + "test_phases.py"],
-    "training/rules.py": [_T + "test_rules.py", _T + "test_phases.py", _T + "test_law.py"],
-    "training/schedules.py": [_T + "test_rules.py", _T + "test_account.py"],
-    "training/randomness.py": [_T + "test_sampling.py", _T + "test_keystream.py", _T + "test_rules.py", _LOOPS[2]],
-    "training/sampling.py": [_T + "test_sampling.py", _X + "test_samples_meet.py"],
+    "training/mixing.py": [_T + "test_rules.py"],
+    "training/rules.py": [_T + "test_rules.py"],
+    "training/schedules.py": [_T + "test_rules.py"],
+    "training/randomness.py": [_T + "test_randomness.py", _T + "test_keystream.py"],
+    "training/sampling.py": [_T + "test_sampling.py"],
     "training/clipping.py": [_T + "test_clipping.py", _T + "test_gradients.py"],
     "training/norms.py": ["tests/theory/test_clip_theory.py"],
     "training/gradients.py": [_T + "test_gradients.py", _T + "test_clipping.py"],
     "training/embedding.py": [_T + "test_embedding.py"],
-    "training/augment.py": [_X + "test_samples_meet.py", _LOOPS[3]],
-    "training/identity.py": [_LOOPS[2]],
-    "training/guard.py": [_T + "test_guard.py", *_LOOPS, _X + "test_samples_meet.py"],
+    "training/augment.py": [_T + "test_augment.py"],
+    "training/identity.py": [_T + "test_augment.py"],
+    "training/guard.py": [_T + "test_memory.py"],
+    "training/memory.py": [_T + "test_memory.py", _X + "test_choices_by_the_batch.py", _X + "test_ledgers_of_loops.py"],
     "training/record.py": [_T + "test_resume.py", _T + "test_failures.py", _LOOPS[2]],
     "training/trainer.py": [
-        *(_T + f"test_{name}.py" for name in ("phases", "account", "spent", "guard", "resume")),
-        *_LOOPS[2:], _X + "test_number_of_samples.py", _X + "test_samples_meet.py",
+        _T + "test_one_step.py",
+        *(_T + f"test_{name}.py" for name in ("phases", "account", "spent")),
+        *(_X + f"test_{name}.py" for name in ("noise_used_twice", "number_of_samples")),
     ],
-    "training/private.py": _LOOPS,
-    "training/engines/independence.py": _MEETING,
-    "training/engines/aten_rules.py": _MEETING,
+    "training/private.py": [_T + "test_one_step.py", *_LOOPS],
+    "training/engines/independence.py": [_X + "test_single_operations.py"],
+    "training/engines/aten_rules.py": [_X + "test_single_operations.py"],
     "training/engines/aten_layer_rules.py": [*_MEETING, _X + "test_architectures.py"],
     "training/engines/trace.py": _MEETING,
     "training/engines/choice.py": _MEETING,
@@ -720,6 +722,13 @@ def _kill(process: int) -> None:
     os.waitpid(process, 0)
 
 
+def inside(functions: Sequence[str], file: str) -> list[range]:
+    """The lines of functions and methods of these names."""
+    tree = ast.parse((ROOT / PACKAGE / file).read_bytes())
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions)
+    return [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in found]
+
+
 def _judged(path: Path, again: bool) -> set[tuple[str, int, int, str, str]]:
     """The mutants of a result file; without its survivors if those are to be judged again."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
@@ -730,6 +739,7 @@ def _judged(path: Path, again: bool) -> set[tuple[str, int, int, str, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--files", action="append", help="glob below src/modelmix; may be repeated [accounting/*.py]")
+    parser.add_argument("--inside", action="append", help="plant in functions of this name alone; may be repeated")
     parser.add_argument("--sample", type=int, help="plant this many mutants, drawn from all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=1)
@@ -752,7 +762,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planted: list[Mutant] = []
     for file in TESTS:
         if any(fnmatch(file, glob) for glob in globs):
-            planted += mutants(file, (ROOT / PACKAGE / file).read_bytes())
+            found = mutants(file, (ROOT / PACKAGE / file).read_bytes())
+            lines = inside(options.inside or (), file)
+            planted += [m for m in found if not options.inside or any(m.line in where for where in lines)]
     if options.sample is not None and options.sample < len(planted):
         chosen = set(random.Random(options.seed).sample(range(len(planted)), options.sample))
         planted = [mutant for i, mutant in enumerate(planted) if i in chosen]

@@ -10,7 +10,10 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections import deque
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -190,8 +193,62 @@ class OwnGenerator(nn.Module):
         return self.layer(x * torch.rand(x.shape, generator=self.generator))
 
 
+class Switching(nn.Module):
+    """A large sample turns dropout off for all that follow."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.drop = nn.Linear(WIDTH, 3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        if float(x.max()) > 100:
+            self.drop.eval()
+        return self.layer(self.drop(x))
+
+
+class Namespace(nn.Module):
+    """Memory in objects of Python's own library."""
+
+    def __init__(self, kept):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kept = nn.Linear(WIDTH, 3), kept
+
+    def forward(self, x):
+        top = float(x.max())
+        if isinstance(self.kept, SimpleNamespace):
+            self.kept.top = top = max(self.kept.top, top)
+        elif isinstance(self.kept, deque):
+            self.kept[0].data[1500] = top = max(float(self.kept[0][1500]), top)
+        elif isinstance(self.kept, np.random.Generator):
+            top = self.kept.random() if top > 100 else 1.0
+        else:
+            top = self.kept.send(top)
+        return self.layer(x / top)
+
+
+def _largest():
+    top = 0.0
+    while True:
+        top = max(top, (yield top))
+
+
+def _begun(generator):
+    next(generator)
+    return generator
+
+
+NAMESPACES = [
+    lambda: Namespace(SimpleNamespace(top=0.0)),
+    lambda: Namespace(deque([torch.zeros(3000)])),
+    lambda: Namespace(np.random.default_rng(0)),
+    lambda: Namespace(_begun(_largest())),
+]
+
+
 @pytest.mark.parametrize("engine", ["universal", "loop"])
-@pytest.mark.parametrize("attack", [Buffer, Weights, Hidden, OfItsClass, Global, OwnGenerator])
+@pytest.mark.parametrize("attack", [Buffer, Weights, Hidden, OfItsClass, Global, OwnGenerator, Switching, *NAMESPACES])
 def test_nothing_is_remembered_of_a_sample(attack, engine):
     x, y = samples(12)
     x[0] = 1e6

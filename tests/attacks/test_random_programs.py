@@ -100,7 +100,7 @@ def run(steps, x, y):
 
 
 def is_proved(steps, x, y):
-    symbol, fake = trace._fake([x, y], 0, 1, 7)
+    symbol, _, fake = trace._fake([x, y], 0, 1, 7)
     try:
         with torch.no_grad():
             module = make_fx(lambda x, y: run(steps, x, y), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fake)

@@ -12,7 +12,8 @@ from torch import nn
 import modelmix as mm
 from modelmix.training import Randomness, Schedule
 from modelmix.training.mixing import midpoint, padded_gap
-from modelmix.training.rules import Rule, State, noise, take_step
+from modelmix.training.rules import Rule, State, noise, propose_step, take_step
+from modelmix.training.schedules import schedule
 
 D = 12
 vectors = st.lists(st.floats(-3, 3), min_size=D, max_size=D).map(lambda v: torch.tensor(v, dtype=torch.float64))
@@ -262,3 +263,282 @@ def test_schedules(schedule, values):
 def test_bad_schedules_are_refused(points):
     with pytest.raises(mm.ModelMixError):
         Schedule.pieces(points)
+
+
+# A step without a trainer: every coordinate, every rule, every law, against plain Python.
+
+HOW = {"clip": 2.0, "eta": 0.3, "expected_batch": 5.0}
+UNIT, ETA = 0.4, 0.3  # clip / expected batch
+TAU = 1.5 * UNIT * ETA
+LAST = [0.5, 0.5, -1.0, 2.0, 0.1]
+PREVIOUS = [0.5, 0.45, 1.0, 1.9, 0.15]  # equal, near from above, wide from below, near, near from below
+VELOCITY = [1.0, -2.0, 0.5, 3.0, -0.25]
+AVERAGE = [0.0, 1.0, -1.0, 4.0, 0.5]
+TOTAL = [1.0, -3.0, 0.0, 2.0, -0.5]
+UNMIXED = [False, True, False, True, False]
+
+
+def vector(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def start(step=0, average=True, previous=PREVIOUS):
+    return State(vector(LAST), vector(previous), vector(VELOCITY), vector(AVERAGE) if average else None, step)
+
+
+def expected_step(rule, law, step, *, noises, alphas, mixed=True):
+    """(state, velocity, average) of the next step in plain Python, coordinate by coordinate."""
+    states, velocities, averages = [], [], []
+    decay = None if rule.ema is None else min(rule.ema, (step + 2) / (step + 11))
+    for j in range(len(LAST)):
+        last, previous, velocity = LAST[j], PREVIOUS[j], VELOCITY[j]
+        leave = rule.name == "released" and rule.unmixed is not None and UNMIXED[j]
+        centre = last if rule.name == "plain" or leave else (last + previous) / 2
+        gap = last - previous
+        if abs(gap) < TAU:
+            sign = 1 if gap >= 0 else -1
+            gap = sign * TAU if rule.padding == "exact" else gap + sign * TAU
+        if rule.name in ("plain", "average") or leave:
+            gap = 0.0
+        centre = centre - ETA * rule.weight_decay * last - ETA * rule.momentum * velocity
+        noisy = TOTAL[j] / 5.0 + UNIT * noises[j]
+        new = centre - ETA * noisy + (alphas[j] - 0.5) * gap
+        released = noisy if rule.name == "released" else (centre - new) / ETA
+        states.append(new)
+        velocities.append(rule.momentum * velocity + released if rule.momentum else velocity)
+        averages.append(AVERAGE[j] if decay is None else decay * AVERAGE[j] + (1 - decay) * new)
+    return states, velocities, averages
+
+
+RULES_TRIED = [
+    *(Rule(name, padding) for name in ("mix", "alternate") for padding in ("exact", "paper")),
+    Rule("mix", weight_decay=0.7),
+    Rule("mix", momentum=0.6),
+    Rule("alternate", momentum=0.6, weight_decay=0.7, ema=0.95),
+    Rule("plain"),
+    Rule("plain", momentum=0.6, weight_decay=0.7, ema=0.05),
+    Rule("average", momentum=0.6),
+    Rule("average", weight_decay=0.7, ema=0.0),
+    Rule("released"),
+    Rule("released", momentum=0.6, unmixed=torch.tensor(UNMIXED)),
+    Rule("released", "paper", momentum=0.6, weight_decay=0.7, ema=0.95, unmixed=torch.tensor(UNMIXED)),
+]
+
+
+@pytest.mark.parametrize("law", ["gaussian", "laplace"])
+@pytest.mark.parametrize(
+    "rule", RULES_TRIED, ids=lambda r: f"{r.name}-{r.padding}-{r.momentum}-{r.weight_decay}-{r.ema}"
+)
+def test_a_step_coordinate_by_coordinate(rule, law):
+    mixing = 0.0 if rule.name in ("plain", "average") else 1.5
+    options = {"p": 4} if law == "laplace" else {}
+    mechanism = mm.Mechanism(0.7, 0.1, mixing, law=law, **options)
+    again = Randomness(9).step()
+    noises = (0.7 * getattr(again, law)("noise", 5)).tolist()
+    alphas = again.uniform("mixing", 5).tolist()
+    for step in (0, 1, 200):  # the warm-up of the average, and what comes after it
+        new = take_step(start(step), vector(TOTAL), Randomness(9).step(), rule=rule, mechanism=mechanism, **HOW)
+        states, velocities, averages = expected_step(rule, law, step, noises=noises, alphas=alphas)
+        torch.testing.assert_close(new.last, vector(states), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(new.velocity, vector(velocities), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(new.average, vector(averages), rtol=1e-13, atol=1e-13)
+        assert new.previous.tolist() == LAST
+        assert new.step == step + 1
+
+
+def test_a_step_does_not_write_to_the_state_it_starts_from():
+    """A refused step leaves the run where it was."""
+    state = start()
+    for rule in RULES_TRIED:
+        propose_step(state, vector(TOTAL), Randomness(9).step(), rule=rule, mechanism=mm.Mechanism(0.7, 0.1), **HOW)
+    kept = start()
+    for name in ("last", "previous", "velocity", "average"):
+        assert torch.equal(getattr(state, name), getattr(kept, name)), name
+
+
+def test_a_state_without_an_average_gets_none():
+    for ema in (None, 0.9):
+        rule = Rule("mix", ema=ema)
+        how = {"rule": rule, "mechanism": mm.Mechanism(0.7, 0.1, 1.5), **HOW}
+        assert take_step(start(average=False), vector(TOTAL), Randomness(9).step(), **how).average is None
+    kept = take_step(start(), vector(TOTAL), Randomness(9).step(), **{**how, "rule": Rule("mix")}).average
+    assert kept.tolist() == AVERAGE
+
+
+def test_a_step_counts_from_zero_and_has_no_average_unless_asked():
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert State(zero, zero, zero).step == 0
+    assert State(zero, zero, zero).average is None
+
+
+@pytest.mark.parametrize("name", ["mix", "alternate", "average", "plain", "released"])
+def test_the_point_of_the_gradient(name):
+    """Equation 3 takes it at the older state; everything else at the newer one."""
+    state = start()
+    wanted = state.previous if name == "alternate" else state.last
+    assert Rule(name).gradient_point(state) is wanted
+
+
+@pytest.mark.parametrize("name", ["mix", "alternate", "average", "plain", "released"])
+def test_a_rule_that_does_not_mix_is_refused_where_mixing_is_counted_on(name):
+    Rule(name).check(mm.Mechanism(0.7, 0.1))
+    if name in ("average", "plain"):
+        with pytest.raises(mm.UnprovedError, match="does not mix"):
+            Rule(name).check(mm.Mechanism(0.7, 0.1, 1e-9))
+    else:
+        Rule(name).check(mm.Mechanism(0.7, 0.1, 1e-9))
+
+
+def test_a_rule_has_nothing_that_was_not_asked_for():
+    wanted = Rule("mix", "exact", momentum=0.0, weight_decay=0.0, ema=None, unmixed=None, embedded=False)
+    assert Rule("mix") == wanted
+
+
+def test_what_the_released_code_breaks():
+    assert Rule("mix").unproved == Rule("mix", embedded=True).unproved == ()
+    assert any("fifteen draws" in reason for reason in Rule("released").unproved)
+    assert any("residuals" in reason for reason in Rule("released", embedded=True).unproved)
+    assert not any("residuals" in reason for reason in Rule("released").unproved)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 1.0}, {"ema": 1.0}, {"momentum": -1e-9}, {"ema": -1e-9}])
+def test_factors_below_zero_and_from_one_are_refused(options):
+    with pytest.raises(mm.ModelMixError, match="at least 0 and below 1"):
+        Rule("mix", **options)
+    assert Rule("mix", momentum=0.0, ema=0.0).ema == 0.0
+
+
+def test_a_law_of_ones_own_is_not_trained_with():
+    class Own:
+        law, noise_multiplier = object(), 1.0
+
+    with pytest.raises(mm.ModelMixError, match="use gaussian or laplace"):
+        noise(Own(), Randomness(9).step(), 3)
+
+
+@pytest.mark.parametrize("eta", [0.0, -0.1, float("nan"), float("inf")])
+def test_a_learning_rate_that_makes_no_step_is_refused(eta):
+    how = {**HOW, "eta": eta, "rule": Rule("plain"), "mechanism": mm.Mechanism(0.7, 0.1)}
+    with pytest.raises(mm.ModelMixError, match="makes no step"):
+        propose_step(start(), vector(TOTAL), Randomness(9).step(), **how)
+
+
+class Narrow(Rule):
+    """Mixes one coordinate over less than it should."""
+
+    def propose(self, state, eta, tau):
+        centre, gap = super().propose(state, eta, tau)
+        if gap is not None:
+            gap[FAULT[0]] = FAULT[1] * tau
+        return centre, gap
+
+
+FAULT = [0, 0.999]
+
+
+@pytest.mark.parametrize("factor", [0.999, -0.999, 0.0, 1 - 1e-9, float("nan")])
+@pytest.mark.parametrize("coordinate", range(5))
+def test_one_coordinate_that_is_not_mixed_ends_the_step(coordinate, factor):
+    FAULT[:] = coordinate, factor
+    how = {**HOW, "mechanism": mm.Mechanism(0.7, 0.1, 1.5)}
+    proposed = propose_step(start(), vector(TOTAL), Randomness(9).step(), rule=Narrow("mix"), **how)
+    assert not bool(proposed.mixed)
+    if factor == factor:  # a gap that is no number makes a state that is none, which is said first
+        with pytest.raises(mm.UnprovedError, match="mixed over less than tau"):
+            proposed.accepted()
+    FAULT[1] = -1.0
+    assert bool(propose_step(start(), vector(TOTAL), Randomness(9).step(), rule=Narrow("mix"), **how).mixed)
+
+
+def test_what_does_not_count_on_mixing_is_not_asked_for_it():
+    FAULT[:] = 0, 0.5
+    for rule, mixing in ((Narrow("mix"), 0.0), (Narrow("released"), 1.5), (Rule("plain"), 0.0)):
+        how = {"rule": rule, "mechanism": mm.Mechanism(0.7, 0.1, mixing), **HOW}
+        proposed = propose_step(start(), vector(TOTAL), Randomness(9).step(), **how)
+        assert proposed.mixed is None
+        assert torch.equal(proposed.accepted().last, proposed.state.last)
+
+
+def test_a_width_that_is_no_longer_a_number_above_zero_mixes_nothing():
+    how = {"rule": Rule("mix"), "mechanism": mm.Mechanism(0.7, 0.1, 1.5), "clip": 1e-100, "expected_batch": 5.0}
+    with pytest.raises(mm.UnprovedError, match="mixed over less than tau"):
+        take_step(start(previous=LAST), vector([0.0] * 5), Randomness(9).step(), eta=1e-300, **how)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", ["last", "previous", "total"])
+@pytest.mark.parametrize("coordinate", range(5))
+def test_one_coordinate_that_is_no_number_ends_the_step(coordinate, which, value):
+    """Of the sum, or of the new state alone; the other one being in order does not help."""
+    state, total = start(), vector(TOTAL)
+    (total if which == "total" else getattr(state, which))[coordinate] = value
+    rule = Rule("average" if which == "previous" else "plain")
+    how = {"rule": rule, "mechanism": mm.Mechanism(0.7, 0.1), **HOW}
+    proposed = propose_step(state, total, Randomness(9).step(), **how)
+    assert not bool(proposed.finite)
+    with pytest.raises(mm.ModelMixError, match="not finite: no step was taken"):
+        proposed.accepted()
+
+
+def test_a_step_that_leaves_the_numbers_is_refused():
+    """Sum and noise are finite; the state is not, because of the learning rate."""
+    how = {"rule": Rule("plain"), "mechanism": mm.Mechanism(0.7, 0.1), "clip": 2.0, "expected_batch": 1.0}
+    proposed = propose_step(start(), vector([1e300] * 5), Randomness(9).step(), eta=1e200, **how)
+    assert not bool(proposed.finite)
+
+
+@pytest.mark.parametrize("padding", ["exact", "paper"])
+def test_gaps_at_the_threshold_are_kept(padding):
+    last, previous = vector([2.0, 1.0, 1.0, 1.0, 1.5]), vector([1.0, 2.0, 1.0, 1.5, 1.0])
+    wanted = {"exact": [1.0, -1.0, 1.0, -1.0, 1.0], "paper": [1.0, -1.0, 1.0, -1.5, 1.5]}
+    assert padded_gap(last, previous, 1.0, padding).tolist() == wanted[padding]
+    assert padded_gap(last, previous, 0.0, padding).tolist() == [1.0, -1.0, 0.0, -0.5, 0.5]
+    assert midpoint(last, previous).tolist() == [1.5, 1.5, 1.0, 1.25, 1.25]
+
+
+@pytest.mark.parametrize("tau", [-1e-9, float("nan")])
+def test_a_threshold_below_zero_is_refused(tau):
+    with pytest.raises(mm.ModelMixError, match="widens nothing"):
+        padded_gap(vector(LAST), vector(PREVIOUS), tau, "exact")
+
+
+def test_an_unknown_padding_is_refused():
+    with pytest.raises(mm.ModelMixError, match="padding = 'thick' is unknown"):
+        padded_gap(vector(LAST), vector(PREVIOUS), 1.0, "thick")
+    with pytest.raises(mm.ModelMixError, match="padding = 'thick' is unknown"):
+        Rule("mix", "thick")
+    with pytest.raises(mm.ModelMixError, match="rule = 'stir' is unknown"):
+        Rule("stir")
+    with pytest.raises(mm.ModelMixError, match="weight decay"):
+        Rule("mix", weight_decay=-1e-9)
+
+
+def test_a_schedule_is_sorted_and_names_its_shape():
+    assert Schedule("pieces", ((4, 1.0), (1, 2.0))).points == ((1, 2.0), (4, 1.0))
+    assert [Schedule.pieces({4: 1.0, 1: 2.0}).at(k) for k in (1, 3, 4)] == [2.0, 2.0, 1.0]
+    with pytest.raises(mm.ModelMixError, match="choose one of pieces, linear, cosine"):
+        Schedule("sine", ((1, 1.0),))
+    for steps in (0, -1):
+        for make in (Schedule.linear, Schedule.cosine):
+            with pytest.raises(mm.ModelMixError, match="the length"):
+                make(1.0, 2.0, steps)
+    with pytest.raises(mm.ModelMixError, match="names every step once"):
+        Schedule("pieces", ((1, 1.0), (1, 2.0)))
+
+
+@pytest.mark.parametrize("make", [Schedule.linear, Schedule.cosine])
+def test_the_shortest_schedules(make):
+    """One step, and two: the start at step 1, the end from step 2 on."""
+    for steps in (1, 2):
+        assert make(3.0, 1.0, steps).points == ((1, 3.0), (2, 1.0))
+        assert [make(3.0, 1.0, steps).at(k) for k in (1, 2, 3)] == pytest.approx([3.0, 1.0, 1.0])
+    assert make(3.0, 1.0, 9).points == ((1, 3.0), (9, 1.0))
+    assert make(3.0, 1.0, 3).as_dict() == {"schedule": make.__name__, "points": [[1, 3.0], [3, 1.0]]}
+
+
+def test_a_schedule_from_a_schedule_or_a_number():
+    own = Schedule.linear(2.0, 1.0, 5)
+    assert schedule("lr", own, "the learning rate") is own
+    assert schedule("lr", 0.25, "the learning rate") == Schedule.pieces({1: 0.25})
+    with pytest.raises(mm.ModelMixError, match="lr = 0"):
+        schedule("lr", 0.0, "the learning rate")

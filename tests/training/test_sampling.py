@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import random
 
 import numpy as np
 import pytest
@@ -310,3 +312,505 @@ def test_a_copy_that_may_be_read_later_is_made_from_memory_that_is_kept(monkeypa
     for name in ("cuda", "xpu", "mps", "cpu"):
         sent(torch.zeros(1, device="cpu"), torch.device(name))
     assert told == ["pinned", ("cuda", {"non_blocking": True}), ("xpu", {}), ("mps", {}), ("cpu", {})]
+
+
+# Without a trainer: every part by itself.
+
+
+def listed(parts):
+    return [(index.tolist(), weights.tolist()) for index, weights in parts]
+
+
+def test_pieces_are_padded_with_their_first_sample_at_weight_zero():
+    draw = torch.arange(10, 15)
+    padded = [([10, 11], [1, 1]), ([12, 13], [1, 1]), ([14, 14], [1, 0])]
+    assert listed(pieces(draw, 2)) == listed(pieces(draw, 2, pad=True)) == padded
+    assert listed(pieces(draw, 2, pad=False)) == [*padded[:2], ([14], [1])]
+    assert listed(pieces(draw, 5)) == listed(pieces(draw, 5, pad=False)) == [([10, 11, 12, 13, 14], [1] * 5)]
+    assert listed(pieces(draw, 8)) == [([10, 11, 12, 13, 14, 10, 10, 10], [1] * 5 + [0] * 3)]
+    assert listed(pieces(draw[:0], 3)) == listed(pieces(draw[:0], 3, pad=False)) == []
+    assert next(pieces(draw, 2))[1].dtype == torch.float64
+
+
+class Kept(Dataset):
+    """Map-style, and counts what it is asked for."""
+
+    def __init__(self, items, asked=None):
+        self.items, self.asked = list(items), asked
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        if self.asked is not None:
+            self.asked.append(i)
+        return self.items[i]
+
+
+def rows(n, scale=1.0):
+    return [(torch.tensor([scale * i]), torch.tensor(i)) for i in range(n)]
+
+
+@pytest.mark.parametrize("source", [as_source((torch.arange(7.0)[:, None], torch.arange(7))), as_source(Kept(rows(7)))])
+def test_a_source_gives_padded_chunks_unless_told_otherwise(source):
+    def chunks(**how):
+        steps = source.steps([torch.tensor([5, 2, 6]), torch.tensor([], dtype=torch.int64)], 2, **how)
+        return [[(c.inputs.flatten().tolist(), c.targets.tolist(), c.weights.tolist()) for c in step] for step in steps]
+
+    full = ([5, 2], [5, 2], [1, 1])
+    assert chunks() == chunks(pad=True) == [[full, ([6, 6], [6, 6], [1, 0])], []]
+    assert chunks(pad=False) == [[full, ([6], [6], [1])], []]
+
+
+@pytest.mark.parametrize("source", [as_source((torch.arange(7.0)[:, None], torch.arange(7))), as_source(Kept(rows(7)))])
+def test_the_head_is_the_first_samples_and_never_more_than_there_are(source):
+    for count, there in ((1, 1), (3, 3), (7, 7), (100, 7)):
+        x, y = source.head(count)
+        assert x.flatten().tolist() == y.tolist() == list(range(there))
+
+
+def test_nested_inputs_keep_their_structure():
+    source = as_source(({"a": torch.arange(4), "b": (torch.arange(4) * 2,)}, [torch.arange(4) * 3]))
+    (chunk,) = next(source.steps([torch.tensor([3, 1])], 2))
+    assert chunk.inputs["a"].tolist() == [3, 1]
+    assert chunk.inputs["b"][0].tolist() == [6, 2]
+    assert chunk.targets[0].tolist() == [9, 3]
+    assert source.head(2)[0]["b"][0].tolist() == [0, 2]
+
+
+def test_samples_go_to_a_device_where_they_fit(monkeypatch):
+    source = as_source((torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)))  # 5*3*4 + 5*8 = 100 bytes
+    assert source.to(torch.device("cpu")) is source
+    meta = torch.device("meta")
+    for room, goes in ((100, True), (99, False)):
+        monkeypatch.setattr(sampling, "_ON_DEVICE", room)
+        moved = source.to(meta)
+        assert (moved is not source) == goes
+        assert moved.head(1)[0].device == moved.head(1)[1].device == torch.device("meta" if goes else "cpu")
+        assert moved.n == 5
+    monkeypatch.setattr(sampling, "_ON_DEVICE", 100)
+    there = source.to(meta)
+    assert there.to(meta) is there
+    mixed = as_source((torch.zeros(5, 3), torch.zeros(5, device="meta")))
+    assert mixed.to(meta) is not mixed
+    dataset = as_source(Kept(rows(3)))
+    assert dataset.to(meta) is dataset
+
+
+def test_a_source_is_taken_as_it_is_and_workers_are_told():
+    tensors, dataset = as_source((torch.zeros(3, 1), torch.zeros(3))), as_source(Kept(rows(3)), 2)
+    assert as_source(tensors) is tensors
+    assert as_source(dataset, 5) is dataset
+    assert dataset.workers == 2
+    assert as_source(Kept(rows(3))).workers == 0
+    assert sampling.DatasetSource(Kept(rows(3))).workers == 0
+
+
+class Fields:
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
+class OnlyItems:
+    def __getitem__(self, i):
+        return torch.zeros(1), torch.zeros(1)
+
+
+class OnlyLength:
+    def __len__(self):
+        return 3
+
+
+def test_what_counts_as_a_training_set():
+    x, y = torch.arange(3.0)[:, None], torch.arange(3)
+    pairs = [(x, y), [x, y], (x.numpy(), y.numpy()), torch.utils.data.TensorDataset(x, y), Fields(x=x, y=y)]
+    for data in pairs:
+        source = as_source(data)
+        assert isinstance(source, sampling.TensorSource)
+        assert torch.equal(source.inputs, x)
+        assert torch.equal(source.targets, y)
+    assert isinstance(as_source(Kept(rows(3))), sampling.DatasetSource)
+    for data in (OnlyItems(), OnlyLength(), Fields(x=x), Fields(y=y)):
+        with pytest.raises(mm.ModelMixError, match="is not a training set"):
+            as_source(data)
+    for count in (1, 3):  # no pairs
+        with pytest.raises(mm.ModelMixError, match="pair"):
+            as_source(torch.utils.data.TensorDataset(*[x] * count)).head(1)
+    with pytest.raises(mm.ModelMixError, match="inputs and targets with the samples first"):
+        as_source(((), ()))
+    with pytest.raises(mm.ModelMixError, match="different numbers of samples"):
+        as_source((x, y[:2]))
+    with pytest.raises(mm.ModelMixError, match="cannot be a tensor"):
+        as_source((["a"], [object()]))
+    strided = np.arange(12).reshape(3, 4)[:, ::2]
+    assert as_source((strided, y)).inputs.tolist() == strided.tolist()
+
+
+@pytest.mark.parametrize("item", [(torch.zeros(1),) * 3, torch.zeros(2), [torch.zeros(1)]])
+def test_a_sample_that_is_no_pair_is_refused(item):
+    with pytest.raises(mm.ModelMixError, match="must be a pair"):
+        as_source(Kept([item] * 3)).head(1)
+
+
+# What a data set is known by.
+
+
+def test_a_digest_covers_type_shape_values_and_what_is_no_tensor():
+    x = torch.arange(6.0)
+    digests = [
+        sampling._digest_of(sample)
+        for sample in (
+            x,
+            x.reshape(2, 3),
+            x.reshape(3, 2),
+            x.double(),
+            x + 1,
+            x.int(),
+            "a",
+            "b",
+            1,
+            2,
+            (x, "a"),
+            (x, "b"),
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    assert sampling._digest_of(x, b"salt") != sampling._digest_of(x)
+    assert sampling._digest_of(x[::2]) == sampling._digest_of(x[::2].clone())
+    assert all(len(d) == 32 for d in digests)
+
+
+def test_samples_in_inference_mode_have_a_fingerprint():
+    with torch.inference_mode():
+        x = torch.arange(3.0)[:, None]
+    assert as_source((x, torch.arange(3))).fingerprint(b"s") == as_source((x.clone(), torch.arange(3))).fingerprint(
+        b"s"
+    )
+
+
+def test_what_is_read_twice_alike_is_repeatable():
+    tensors = [as_source((torch.arange(3.0)[:, None] * k, torch.arange(3))) for k in (1, 1, 2)]
+    sets = [as_source(Kept(rows(5, k))) for k in (1, 1, 2)]
+    for same, again, other in (tensors, sets):
+        assert same.repeatable() is not None
+        assert same.repeatable() == again.repeatable() != other.repeatable()
+    longer = as_source(Kept(rows(6)))
+    assert longer.repeatable() != sets[0].repeatable()
+
+
+def test_a_dataset_is_read_once_to_know_it_all():
+    asked = []
+    source = as_source(Kept(rows(5), asked))
+    asked.clear()
+    first = source.repeatable()
+    assert asked == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert source.repeatable() == first
+    assert len(asked) == 10
+
+
+class LastChanges(Kept):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return (x + torch.rand(1), y) if i == len(self) - 1 else (x, y)
+
+
+def test_one_item_that_changes_makes_a_dataset_unrepeatable():
+    asked = []
+    source = as_source(LastChanges(rows(4), asked))
+    asked.clear()
+    assert source.repeatable() is None
+    assert source.repeatable() is None
+    assert len(asked) == 8
+    assert source.fingerprint(b"s") == as_source(LastChanges(rows(4))).fingerprint(b"s")
+
+
+def test_a_fingerprint_looks_at_items_spread_over_the_dataset():
+    def places(n):
+        asked = []
+        source = as_source(Kept(rows(n), asked))
+        asked.clear()
+        source.fingerprint(b"salt")
+        return asked
+
+    assert places(5) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert places(33) == [i for k in range(0, 33, 2) for i in (k, k)]
+    assert len(places(1000)) < 40
+    items = rows(9)
+    items[8] = (items[8][0] + 1, items[8][1])
+    assert as_source(Kept(items)).fingerprint(b"s") != as_source(Kept(rows(9))).fingerprint(b"s")
+
+
+# Items that look at each other.
+
+
+class Looks(Dataset):
+    """Item ``who`` also reads row ``at``."""
+
+    def __init__(self, n, who, at, x=None):
+        self.x = torch.arange(float(n)) if x is None else x
+        self.n, self.who, self.at = n, who, at
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return (self.x[i], self.x[self.at]) if i == self.who else (self.x[i], 0)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(5.0),
+        torch.zeros(5),
+        torch.arange(5),
+        torch.arange(5, dtype=torch.uint8),
+        torch.zeros(5, dtype=torch.bool),
+        torch.ones(5, dtype=torch.bool),
+        np.arange(5.0),
+        np.arange(5),
+        -3.0 * torch.ones(5),
+    ],
+    ids=lambda x: str(x.dtype),
+)
+@pytest.mark.parametrize(("who", "at"), [(4, 0), (1, 0), (0, 4), (3, 4), (2, 0), (2, 4)])
+def test_one_item_that_reads_one_row_of_another_is_found(who, at, x):
+    kept = copy.deepcopy(x)
+    with pytest.raises(mm.UnprovedError, match="changes with another item"):
+        sampling.check_items_alone(Looks(5, who, at, x))
+    assert (kept == x).all()  # what is disturbed is a copy
+    sampling.check_items_alone(Looks(5, who, who, x))
+
+
+def test_two_items_are_enough_to_look_and_one_is_not():
+    for who, at in ((0, 1), (1, 0)):
+        with pytest.raises(mm.UnprovedError):
+            sampling.check_items_alone(Looks(2, who, at))
+    sampling.check_items_alone(Looks(1, 0, 0))
+    asked = []
+    sampling.check_items_alone(Kept(rows(1), asked))
+    assert not asked
+
+
+def test_large_datasets_are_sampled_and_too_large_ones_left_alone(monkeypatch):
+    for who in (0, 9, 21):
+        for at in {0, 23} - {who}:
+            with pytest.raises(mm.UnprovedError):
+                sampling.check_items_alone(Looks(24, who, at))
+    monkeypatch.setattr(sampling, "_COPIED", 24 * 4)
+    with pytest.raises(mm.UnprovedError):
+        sampling.check_items_alone(Looks(24, 3, 0))
+    monkeypatch.setattr(sampling, "_COPIED", 24 * 4 - 1)
+    sampling.check_items_alone(Looks(24, 3, 0))
+
+
+class Ordered(Looks):
+    """Gives rows in an order of its own, which it keeps."""
+
+    def __init__(self, n):
+        super().__init__(n, -1, 0)
+        self.order = torch.arange(n).flip(0)
+
+    def __getitem__(self, i):
+        return self.x[self.order[i] % self.n]
+
+
+class Uncopied(Looks):
+    def __deepcopy__(self, memo):
+        raise TypeError("open files")
+
+
+class Counting(Looks):
+    """Never the same twice, and not because of others."""
+
+    def __getitem__(self, i):
+        self.n_asked = getattr(self, "n_asked", 0) + 1
+        return self.x[i] + self.n_asked
+
+
+class Flipping(Looks):
+    """Augments at random, from a generator that everybody has or from one of its own."""
+
+    def __init__(self, coin, mean=False):
+        super().__init__(16, -1, 0)
+        self.coin, self.mean, self.own = coin, mean, np.random.default_rng(0)
+
+    def __getitem__(self, i):
+        coins = {
+            "torch": lambda: float(torch.rand(())),
+            "numpy": np.random.rand,
+            "python": random.random,
+            "own": self.own.random,
+        }
+        turned = coins[self.coin]() < 0.5
+        return self.x[i] - self.x.mean() * self.mean, turned
+
+
+def test_what_cannot_be_tried_out_is_not_refused():
+    sampling.check_items_alone(Uncopied(5, 1, 0))
+    sampling.check_items_alone(Counting(5, 1, 0))
+
+
+def test_the_order_of_the_items_is_the_datasets_own():
+    for n in (2, 6, 50):
+        sampling.check_items_alone(Ordered(n))
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        base = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20) * 3)
+        for part in torch.utils.data.random_split(base, [15, 5], generator):
+            sampling.check_items_alone(part)
+
+
+@pytest.mark.parametrize("coin", ["torch", "numpy", "python", "own"])
+def test_random_augmentation_is_not_taken_for_looking_at_others(coin):
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    for _ in range(8):
+        sampling.check_items_alone(Flipping(coin))
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+    assert np.random.get_state()[1].tolist() == state[2]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("coin", ["torch", "numpy", "python"])
+def test_random_augmentation_does_not_hide_what_looks_at_others(coin):
+    with pytest.raises(mm.UnprovedError, match="changes with another item"):
+        sampling.check_items_alone(Flipping(coin, mean=True))
+
+
+@pytest.mark.parametrize("value", [-3.0, math.nan, math.inf, -math.inf, 0.0, 3e38])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.float16])
+def test_every_number_of_a_row_is_disturbed(value, kind):
+    row = torch.full((3,), min(value, 6e4) if kind == torch.float16 else value, dtype=kind)
+    other = sampling._another(row)
+    assert other.dtype == kind
+    assert not (other == row).any()
+    assert not torch.equal(other.isnan(), row.isnan()) or not row.isnan().any()
+    assert sampling._another(torch.tensor([255, 7], dtype=torch.uint8)).tolist() == [0, 8]
+    assert sampling._another(torch.tensor([True, False])).tolist() == [False, True]
+
+
+class Remembers(Looks):
+    """The first reading of a row after it changed is kept for good: it does not come back with the row."""
+
+    def __getitem__(self, i):
+        if float(self.x[0]) != 0.0:
+            self.other = True
+        return self.x[i], hasattr(self, "other")
+
+
+def test_an_item_that_does_not_come_back_was_not_changed_by_the_row():
+    sampling.check_items_alone(Remembers(5, 1, 0))
+
+
+def found(holder, n, **how):
+    return [tuple(t.shape) for t in sampling._arrays(holder, n, **how)]
+
+
+def test_where_rows_are_looked_for():
+    x, a = torch.zeros(4, 2), np.zeros((5, 3))
+    assert found(x, 4) == found([x], 4) == found({"a": x}, 4) == found((x, x), 4) == [(4, 2)]
+    assert found(Fields(x=x, y=Fields(a=a)), 4) == [(4, 2), (5, 3)]
+    assert found(x, 5) == found(a, 6) == found(torch.zeros(()), 0) == found(np.zeros(()), 0) == []
+    assert found(x.clone().requires_grad_(), 4) == []
+    assert found(np.zeros(5, dtype=bool), 5) == found(np.zeros(5, dtype=np.uint8), 5) == [(5,)]
+    assert found(np.array(["a"] * 5), 5) == found(np.zeros(5, dtype=object), 5) == []
+    frozen = np.zeros(5)
+    frozen.flags.writeable = False
+    assert found(frozen, 5) == []
+    assert found([None] * 15 + [x], 4) == [(4, 2)]
+    assert found([None] * 100 + [x], 4) == []
+    nested = x
+    for depth in range(7):
+        assert found(nested, 4) == ([(4, 2)] if depth <= 4 else []), depth
+        nested = [nested]
+    own = Fields(x=x)
+    own.own = own
+    assert found(own, 4) == [(4, 2)]
+
+    def function():
+        return x
+
+    function.x = x
+    assert found(function, 4) == found(nn.Linear(2, 4), 4) == []
+
+
+# Items brought to one form.
+
+
+def collate(first, items, own=None):
+    return sampling.SeparateCollate(own, first)(items)
+
+
+def test_items_of_one_form_are_collated_by_torch():
+    items = [(torch.tensor([1.0, 2.0]), 3), (torch.tensor([4.0, 5.0]), 6)]
+    for own in (None, torch.utils.data.default_collate, lambda batch: torch.utils.data.default_collate(batch)):
+        (x, y), fits = collate(items[0], items, own)
+        assert x.tolist() == [[1.0, 2.0], [4.0, 5.0]]
+        assert y.tolist() == [3, 6]
+        assert fits.tolist() == [1.0, 1.0]
+        assert fits.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("odd", "counts"),
+    [
+        ((torch.tensor([1.0, 2.0], dtype=torch.float64), 3), True),  # brought to the first one's type
+        ((torch.tensor([1.0, 2.0], dtype=torch.float16), 3), True),
+        ((torch.tensor([1.0, 2.0]), torch.tensor(3, dtype=torch.int32)), True),
+        ((torch.tensor([1, 2]), 3), False),
+        ((torch.tensor([1.0, 2.0]), 3.0), False),
+        ((torch.tensor([1.0, 2.0]), True), False),
+        ((torch.tensor([1.0 + 0j, 2.0]), 3), False),
+        ((torch.tensor([1.0]), 3), False),
+        ((torch.tensor([[1.0, 2.0]]), 3), False),
+        ((torch.tensor([1.0, 2.0]), 3, 4), False),
+        ((torch.tensor([1.0, 2.0]), "3"), False),
+        ((torch.tensor([1.0, 2.0]), object()), False),
+        (torch.tensor([1.0, 2.0]), False),
+    ],
+)
+@pytest.mark.parametrize("own", [None, lambda batch: torch.utils.data.default_collate(batch)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_item_of_another_form_is_zero_and_the_others_are_as_they_were(odd, counts, own, place):
+    first = (torch.tensor([7.0, 8.0]), 9)
+    items = [first, first]
+    items.insert(place, odd)
+    (x, y), fits = collate(first, items, own)
+    assert x.dtype == torch.float32
+    assert y.dtype == torch.int64
+    wanted = [[7.0, 8.0, 9], [7.0, 8.0, 9]]
+    wanted.insert(place, [1.0, 2.0, 3] if counts else [0.0, 0.0, 0])
+    assert [[*a, b] for a, b in zip(x.tolist(), y.tolist(), strict=True)] == wanted
+    assert fits.tolist() == [float(counts) if i == place else 1.0 for i in range(3)]
+
+
+def test_a_collate_function_gives_tensors_of_one_row():
+    item = (torch.zeros(2), 1)
+    for wrong in (lambda batch: ("text", torch.zeros(1)), lambda batch: ()):
+        with pytest.raises(mm.ModelMixError, match="must give tensors"):
+            sampling.SeparateCollate(wrong, item)
+    for wrong in (lambda b: (torch.zeros(2, 2), torch.zeros(1)), lambda b: (torch.zeros(1), torch.tensor(0.0))):
+        with pytest.raises(mm.UnprovedError, match="one row for one item"):
+            sampling.SeparateCollate(wrong, item)
+    changing = [torch.zeros(1)]
+    collated = sampling.SeparateCollate(lambda batch: changing[0], item)
+    changing[0] = "text"
+    batch, fits = collated([item])
+    assert fits.tolist() == [0.0]
+    assert batch.tolist() == [0.0]
+    changing[0] = (torch.zeros(1), torch.ones(1))
+    collated = sampling.SeparateCollate(lambda batch: changing[0], item)
+    changing[0] = (torch.zeros(1), "text")
+    batch, fits = collated([item])
+    assert fits.tolist() == [0.0]
+    assert [t.tolist() for t in batch] == [[0.0], [0.0]]
+
+
+def test_items_that_do_not_count_are_said():
+    with pytest.warns(UserWarning, match="count as zero"):
+        sampling.say_what_does_not_fit(torch.tensor([1.0, 0.0]))
+    sampling.say_what_does_not_fit(torch.tensor([1.0, 1.0]))
+    source = as_source(Kept([(torch.zeros(2), 1), (torch.ones(3), 1), (torch.ones(2), 1)]))
+    with pytest.warns(UserWarning, match="count as zero"):
+        (chunk,) = next(source.steps([torch.tensor([2, 1])], 3))
+    assert chunk.weights.tolist() == [1.0, 0.0, 0.0]
+    assert chunk.inputs.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]

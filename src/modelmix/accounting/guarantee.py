@@ -23,6 +23,7 @@ from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.validation import at_least_zero, check_delta, probability
 from modelmix.errors import BudgetExceeded, ModelMixError
+from modelmix.format import up
 
 if TYPE_CHECKING:
     from modelmix.accounting.plan import Plan
@@ -40,6 +41,11 @@ SEEDED = (
     "seeded: for tests only; it holds only against those who neither know the seed nor see another run with the same "
     "seed, and nothing of it can be published as a guarantee"
 )
+SEPARATE_ROWS = (
+    "every row of the training data was made from one sample alone, e.g. not normalised with the mean of the whole "
+    "dataset"
+)
+"""What nobody can prove from outside: it is printed with the guarantee of every run."""
 COVERED = (
     "every released state, one after each step, and all of them together",
     "the final model",
@@ -47,7 +53,7 @@ COVERED = (
     "anything else computed from these without looking at the training data again",
 )
 _NOT_COVERED = (
-    "choices of hyper-parameters made by looking at this data, in this run or in earlier ones",
+    "hyper-parameter tuning on this data, in this run or in earlier ones",
     "several samples of one person: the guarantee is for one sample, and weakens with every further one",
     "finite-precision arithmetic: the proof is about real numbers, the program adds noise in floating point",
     "the checkpoint: it holds the key of the noise still to come and must stay secret",
@@ -100,8 +106,8 @@ class Guarantee:
         """One sentence: for which neighbours, which sampling and which observer it holds."""
         seeded = f" {SEEDED[0].upper()}{SEEDED[1:]}." if self.seeded else ""
         return (
-            f"Holds when {self.relation}, for Poisson sampling, against one who sees every released state and knows "
-            f"all other samples.{seeded}"
+            f"Holds when {self.relation}, for Poisson sampling, against an adversary who sees every released state and "
+            f"knows all other samples.{seeded}"
         )
 
     @property
@@ -111,8 +117,8 @@ class Guarantee:
         if self.delta * 10 * most <= 1:
             return ()
         return (
-            f"delta = {self.delta:g} is above 1/(10 n) = {1 / (10 * most):.2g}: a mechanism that fails with "
-            "this probability may publish one of n samples more often than once in ten runs; smaller is better.",
+            f"delta = {self.delta:g} is large for n = {most:,} samples: a delta below 1/(10 n) = {1 / (10 * most):.2g} "
+            "is better.",
         )
 
     @property
@@ -145,7 +151,13 @@ class Guarantee:
         }
 
     def __str__(self) -> str:
-        return f"epsilon {self.epsilon:.6g} at delta {self.delta:g} ({self.accountant}). {self.scope}"
+        return "\n".join(
+            [
+                f"epsilon {up(self.epsilon)} at delta {self.delta:g} ({self.accountant}). {self.scope}",
+                *(f"Assumed: {line}." for line in self.assumed),
+                *self.notes,
+            ]
+        )
 
 
 def assumptions(ledger: Ledger) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.report.words import up
+from modelmix.format import up
 
 __all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up"]
 

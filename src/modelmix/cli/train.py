@@ -278,7 +278,7 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
             ["  same noise, no mixing", show.up(proved_epsilon(unmixed(planned), recipe.delta))],
             ["  Gaussian of equal variance", show.up(proved_epsilon(equal_variance(planned), recipe.delta))],
         ]
-    rows += [["steps", f"{trainer.step:,}"], ["about so many seconds", f"{last.get('seconds', 0):.0f}"]]
+    rows += [["steps", f"{trainer.step:,}"], ["seconds, rounded to tens", f"{last.get('seconds', 0):.0f}"]]
     notes = [f"not proved: {reason}" for reason in ledger.unproved]
     if best is not None:
         notes += [best.scope, *best.notes]

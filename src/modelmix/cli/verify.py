@@ -54,7 +54,12 @@ def verify(
             f"epsilon = {show.up(best.epsilon)} ({best.accountant}) at delta = {delta:g}.{verdict}",
             ["phase", "steps", " mechanism"],
             rows,
-            [best.scope, *best.notes, *([] if so_far is None else [_stopped(planned, book, so_far)])],
+            [
+                best.scope,
+                *(f"Assumed: {line}." for line in best.assumed),
+                *best.notes,
+                *([] if so_far is None else [_stopped(planned, book, so_far)]),
+            ],
         )
     if holds is False:
         raise typer.Exit(1)
@@ -62,6 +67,6 @@ def verify(
 
 def _stopped(planned: Ledger, book: Ledger, so_far: float) -> str:
     return (
-        f"Of {planned.steps:,} planned steps {book.steps:,} were taken: epsilon is that of the plan, or "
-        f"{show.up(so_far)} if it was fixed beforehand to stop there."
+        f"Of {planned.steps:,} planned steps {book.steps:,} were taken: epsilon is that of the plan; "
+        f"{show.up(so_far)} applies only if stopping there was decided before training."
     )

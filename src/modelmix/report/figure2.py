@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from modelmix.format import up
 from modelmix.report import style
-from modelmix.report.words import up
 
 if TYPE_CHECKING:
     from modelmix.experiments.fig2 import Curve

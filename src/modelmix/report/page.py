@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
+from modelmix.accounting.guarantee import COVERED, SEEDED, SEPARATE_ROWS, Guarantee, guarantee
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.files import write_atomically
+from modelmix.format import up
 from modelmix.report import page_plots as plots
 from modelmix.report import words
 from modelmix.report.page_data import Run, read_run
@@ -78,7 +79,7 @@ def proved(run: Run, *, public: bool = False) -> Guarantee | None:
     where = "" if public or run.diagnostics is None else ", in the marked box below"
     excluded = [] if run.test_public else [words.TEST_METRICS]
     excluded.append(f"diagnostics of the training: norms, clips and batch sizes{where}")
-    assumed = (*found.assumed, *words.assumed_by(run.recipe))
+    assumed = (*found.assumed, SEPARATE_ROWS, *words.assumed_by(run.recipe))
     return replace(found, assumed=assumed, excluded=tuple(excluded))
 
 
@@ -120,14 +121,14 @@ def _epsilon_fact(run: Run, best: Guarantee | None) -> Html:
         return _fact("privacy", words.NOT_PROVED, "" if claim is None else f"claimed, not proved: {_plain(claim)}")
     note = f"{best.accountant}, rounded up"
     if best.steps > run.ledger.steps:
-        so_far = words.up(guarantee(run.ledger, run.delta).epsilon)
+        so_far = up(guarantee(run.ledger, run.delta).epsilon)
         note += (
             f"; for all planned steps, however early the run was stopped ({so_far} only if it was fixed beforehand to "
             f"stop after {words.count(run.ledger.steps)} steps)"
         )
     if best.seeded:
         note += f"; {SEEDED}"
-    return _fact(f"epsilon at delta = {run.delta!r}", words.up(best.epsilon), note)
+    return _fact(f"epsilon at delta = {run.delta!r}", up(best.epsilon), note)
 
 
 def _steps_fact(run: Run) -> Html:
@@ -169,9 +170,9 @@ def _comparison(run: Run, best: Guarantee | None) -> Html:
     z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
     multiplier = f", z = {z[0]:.4g}" if len(z) == 1 else ""
     rows = [
-        ["this run", words.up(best.epsilon), best.accountant],
-        ["the same noise without mixing", words.up(plain.epsilon), plain.accountant],
-        [f"Gaussian of equal total variance{multiplier}", words.up(twin.epsilon), twin.accountant],
+        ["this run", up(best.epsilon), best.accountant],
+        ["the same noise without mixing", up(plain.epsilon), plain.accountant],
+        [f"Gaussian of equal total variance{multiplier}", up(twin.epsilon), twin.accountant],
     ]
     return _section(
         title,
@@ -217,8 +218,7 @@ def _guarantee(run: Run, best: Guarantee | None) -> Html:
     if math.isinf(best.epsilon):
         return _section("The guarantee", tag("p", words.NOTHING_COVERED))
     promise = (
-        f"Everything listed as covered keeps ({words.up(best.epsilon)}, {run.delta!r})-differential privacy. "
-        f"{best.scope}"
+        f"Everything listed as covered keeps ({up(best.epsilon)}, {run.delta!r})-differential privacy. {best.scope}"
     )
     return _section(
         "The guarantee",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from modelmix.experiments import tables
 from modelmix.experiments.tables import KINDS, Row, Table
+from modelmix.format import up
 from modelmix.report.summary import Cell, Summary
-from modelmix.report.words import up
 
 HEADINGS = {
     "released": "released, not proved",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from modelmix.accounting.embedding import EmbeddingMechanism
@@ -36,18 +35,6 @@ def assumed_by(recipe: Mapping[str, Any]) -> list[str]:
     if recipe.get("normalise") == "public":
         out.append("the images by which features are whitened are public")
     return out
-
-
-def up(value: float, decimals: int = 4) -> str:
-    """A privacy number, rounded up in its last digit."""
-    if math.isnan(value):
-        return "-"
-    if math.isinf(value):
-        return "inf"
-    exact = Decimal(value)
-    if value >= 1e6:
-        return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 5), ROUND_CEILING)):.5e}"
-    return f"{exact.quantize(Decimal(1).scaleb(-decimals), ROUND_CEILING):f}"
 
 
 def share(part: object, whole: object) -> str:

@@ -102,14 +102,20 @@ def _check_alone(augment: Augment, inputs: Any, device: torch.device) -> None:
         return tree_map(like, inputs)
 
     row, others = made(1.0), [made(scale) for scale in (1.0, 3.0, -5.0)]
+
+    def augmented(values: Any, seed: int) -> Any:
+        torch.manual_seed(seed)  # for those that draw from torch's own generator
+        return augment(tree_map(torch.clone, values), torch.Generator(device).manual_seed(seed))
+
     found = []
-    for before in ([], [row], others, others[:1]):
-        for other in before:
-            augment(tree_map(torch.clone, other), torch.Generator(device).manual_seed(1))
-        found.append(tree_leaves(augment(tree_map(torch.clone, row), torch.Generator(device).manual_seed(2))))
+    with draws_apart(device):
+        for before in ([], [row], others, others[:1]):
+            for other in before:
+                augmented(other, 1)
+            found.append(augmented(row, 2))
+            _check_form(found[-1], inputs)
     for again in found[1:]:
-        same = len(again) == len(found[0])
-        if not same or not all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(tree_leaves(found[0]), tree_leaves(again), strict=True)):
             raise UnprovedError(
                 ALONE,
                 "augment gives another result for the same row and the same draws after other rows.",

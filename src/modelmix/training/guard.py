@@ -31,7 +31,7 @@ def require_one_process() -> None:
 def check_model(model: nn.Module) -> None:
     """Refuses layers that let samples meet or that keep statistics of the data."""
     for name, module in model.named_modules():
-        where = name or "the model"
+        where = f"layer {name!r}" if name else "the model"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             trained = any(p.requires_grad for p in module.parameters())
             if module.training or trained or not module.track_running_stats:

@@ -9,9 +9,22 @@ functions name. What this cannot see is what lies outside the process, or behind
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from functools import _lru_cache_wrapper, partial
+from operator import length_hint
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -155,7 +168,7 @@ class WatchedFunction:
             )
 
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Registries of parameters, buffers, modules and hooks."""
 
 
@@ -188,10 +201,15 @@ def content(value: Any, met: dict[int, int], depth: int = _DEPTH) -> Any:
     if isinstance(value, np.ndarray):
         plain = value.dtype.hasobject is False
         return id(value), hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest() if plain else repr(value)
-    if isinstance(value, bytearray):
+    if isinstance(value, bytearray | memoryview):
         return id(value), bytes(value)
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return id(value), value.closed or (value.getvalue(), value.tell())
     if isinstance(value, torch.Generator):
         return id(value), hashlib.blake2b(value.get_state().numpy().tobytes()).digest()
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        # NumPy's own text of a state may be shortened; pickled it is whole.
+        return id(value), hashlib.blake2b(pickle.dumps(value)).digest()
     if isinstance(value, ModuleType | BuiltinFunctionType) or depth <= 0:
         return id(value)
     return id(value), [content(v, met, depth - 1) for v in _inside(value)]
@@ -202,8 +220,20 @@ def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for k, v in list(value.items()):
             yield from (k, v)
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from sorted(value, key=id) if isinstance(value, set | frozenset) else value
+    elif isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        yield -1 if frame is None else frame.f_lasti
+        yield from () if frame is None else frame.f_locals.values()
+        yield value.gi_yieldfrom
+    elif isinstance(value, enumerate | zip | map | filter):
+        yield from value.__reduce__()[1]
+    elif type(value).__module__ == "builtins" and isinstance(value, Iterator):
+        yield length_hint(value, -1)
+    elif isinstance(value, _lru_cache_wrapper):
+        yield from (value.cache_info().misses, value.cache_info().currsize)  # what is only read again is no memory
+        yield value.__wrapped__
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
@@ -224,8 +254,13 @@ def _inside(value: Any) -> Iterator[Any]:
         for k, v in vars(value).items():
             if k not in _TORCHS_OWN and k not in _computed(value):
                 yield from (k, v)
-        yield from (value._parameters, value._buffers, value._modules, type(value))
-    elif type(value).__module__ in ("collections", "itertools", "array", "_random", "random"):
+        for registry in (value._parameters, value._buffers, value._modules):
+            for k, v in registry.items():
+                yield from (k, v)
+        yield type(value)
+    elif isinstance(value, SimpleNamespace):
+        yield vars(value)
+    elif type(value).__module__ in ("itertools", "array", "_random", "random"):
         yield repr(value.getstate() if type(value).__module__ == "random" else value)
     elif not _is_library(type(value).__module__):
         yield from (getattr(value, "__dict__", None), type(value))

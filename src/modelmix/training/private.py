@@ -33,7 +33,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from modelmix.accounting.guarantee import Guarantee
+from modelmix.accounting.guarantee import SEPARATE_ROWS, Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
@@ -136,7 +136,7 @@ def make_private(
     elif not isinstance(plan, Plan):
         raise ModelMixError(f"{plan!r} is not a Plan: make one with mm.plan(...) or Plan.of(mechanism, steps).")
     elif epsilon is not None or epochs is not None or population is not None:
-        raise ModelMixError("plan says it all: leave out epsilon, epochs and population.")
+        raise ModelMixError("plan already contains epsilon, epochs and population: give either plan or these.")
     loop = _Loop(
         model, optimizer, loader, criterion, plan.bound_to(n), n,
         Clip(clip).c, tau, padding, momentum, chunk, seed, ledger,
@@ -540,7 +540,8 @@ class PrivateLoader:
                 raise UnprovedError(
                     ONE_DRAW,
                     "the last draw was not stepped on before the next was asked for.",
-                    "Call optimizer.step() for every batch; leaving draws out depends on the data.",
+                    "Call step() of the optimizer that make_private returned, for every batch; to stop early take the "
+                    "batches from itertools.islice(loader, k), and to save memory give make_private(..., chunk=...).",
                 )
             part = parts.popleft()
             if part.number != loop.added or not loop.randomness.comes_to(part.draws):
@@ -601,7 +602,7 @@ class PrivateOptimizer(Optimizer):
     def guarantee(self) -> Guarantee:
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
-        held = ["every item of the dataset was made from one sample alone, not centred by the mean of all, say"]
+        held = [SEPARATE_ROWS]
         if loop.engine.name != "hooks":
             held.append("model and criterion keep nothing of one sample outside of the process while they run others")
         planned = loop.planned
@@ -775,6 +776,10 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None
     if held - own:
         raise UnprovedError(
             SAME_SET, "the optimizer holds parameters that the model does not train.", "Give it the model's only."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnprovedError(
+            ONE_DRAW, "LBFGS evaluates a batch several times in one step.", "Use an optimizer without a closure."
         )
     if rule.name != "mix":
         return

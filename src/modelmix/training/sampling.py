@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.training.guard import ALONE
+from modelmix.training.randomness import draws_apart
 from modelmix.training.sending import sent
 
 _ON_DEVICE = 4 * 2**30
@@ -271,16 +274,18 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 _COPIED = 64 * 2**20  # bytes of a dataset that is copied to be tried out
 _TRIED = 8  # items that are compared
+_REPEATED = 20  # times that a change is seen before it is believed: an item may be random in a way of its own
 
 
 def check_items_alone(dataset: Dataset[Any]) -> None:
     """Refuse a dataset whose items look at other items: normalised by the set's mean, mixed, ranked.
 
-    A copy is disturbed in one row, and no other item may change. It is a probe and no proof: what is not kept in
-    tensors or arrays with one row for every item, or cannot be copied, is not seen. Nothing but yes or no leaves it.
+    One row of a copy is disturbed, and no more than one item may change with it: its own, wherever that stands in the
+    order of the items. It is a probe and no proof: what is not kept in tensors or arrays with one row for every item,
+    or cannot be copied, is not seen. Nothing but yes or no leaves it.
 
     Raises:
-        UnprovedError: if an item changes with another.
+        UnprovedError: if several items change with one row.
     """
     n = len(dataset)  # type: ignore[arg-type]
     if n < 2 or sum(t.numel() * t.element_size() for t in _arrays(dataset, n)) > _COPIED:
@@ -289,22 +294,57 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
         twin = copy.deepcopy(dataset)
     except Exception:  # open files, connections
         return
-    for changed in {0, n - 1}:
-        others = [i for i in range(0, n, max(1, n // _TRIED)) if i != changed]
-        before = {i: (_digest_of(twin[i]), _digest_of(twin[i])) for i in others}
-        rows = [(t, t[changed].clone()) for t in _arrays(twin, n)]
-        for t, row in rows:
-            t[changed] = ~row if t.dtype == torch.bool else row + 1 if not t.is_floating_point() else 2 * row + 3
-        odd = [i for i, (once, again) in before.items() if once == again and _digest_of(twin[i]) != once]
-        for t, row in rows:
+
+    def read(items: Iterable[int]) -> dict[int, bytes]:
+        with _same_draws() as begin:
+            return {i: _digest_of((begin(), twin[i])[1]) for i in items}
+
+    looked = sorted({*range(0, n, max(1, n // _TRIED)), n - 1})
+    once, again = read(looked), read(looked)
+    for t, changed in itertools.product(_arrays(twin, n), (0, n - 1)):
+        row = t[changed].clone()
+        moved = [i for i in looked if once[i] == again[i]]
+        for _ in range(_REPEATED):
+            t[changed] = _another(row)
+            found = read(moved)
             t[changed] = row
-        # An index that is disturbed makes an item another one; then it comes back with it.
-        if odd and all(_digest_of(twin[i]) == before[i][0] for i in odd):
+            back = read(moved)
+            moved = [i for i in moved if found[i] != once[i] == back[i]]
+            if len(moved) < 2:
+                break
+        else:
             raise UnprovedError(
                 ALONE,
                 "an item of the dataset changes with another item.",
                 "Compute every item from its own row alone; statistics of the data need budget of their own.",
             )
+
+
+def _another(row: Tensor) -> Tensor:
+    """Return a row that differs from a given one in every number."""
+    if row.dtype == torch.bool:
+        return ~row
+    if not row.is_floating_point():
+        return row + 1
+    return torch.where(torch.isfinite(row) & (row != -3), 2 * row + 3, 1.0)
+
+
+@contextmanager
+def _same_draws() -> Iterator[Callable[[], None]]:
+    """Give a function that seeds the global generators of torch, NumPy and Python; restore all of them on exit."""
+    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002, what a dataset may draw from
+
+    def begin() -> None:
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+
+    try:
+        with draws_apart(torch.device("cpu")):
+            yield begin
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _arrays(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) -> list[Tensor]:

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_map
 
 from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.guarantee import Guarantee, quick_epsilon
+from modelmix.accounting.guarantee import SEPARATE_ROWS, Guarantee, quick_epsilon
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.report.words import up
+from modelmix.format import up
 from modelmix.training import engines
 from modelmix.training.augment import apply_augmentation
 from modelmix.training.clipping import Clip, ClippedSum
@@ -511,7 +511,7 @@ class Trainer:
 
     def _preconditions(self) -> list[str]:
         """What nobody can prove from outside."""
-        out = ["every row of the training data was made from one sample alone, not centred by the mean of all, say"]
+        out = [SEPARATE_ROWS]
         if self._engine.name != "hooks":
             out.append("the model keeps nothing of one sample outside of the process while it runs the others")
         return out
@@ -583,8 +583,12 @@ class Trainer:
         if name not in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
             return None
         inputs, targets = tree_map(lambda t: t.to(self._device), engines.synthetic(self._source.head(1)))
-        with torch.no_grad(), evaluating(self._model):
-            outputs = engines.universal.call(self._model, inputs)
+        try:
+            with torch.no_grad(), evaluating(self._model):
+                outputs = engines.universal.call(self._model, inputs)
+        except (RuntimeError, TypeError, IndexError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelMixError(f"the model fails on samples of these shapes and types: {reason}") from error
         return int(outputs.shape[1]) if is_classification(outputs, targets) else None
 
     def _check_untouched(self) -> None:

@@ -7,6 +7,7 @@ change what is computed.
 
 from __future__ import annotations
 
+import logging
 import operator
 import random
 from collections.abc import Callable, Iterator
@@ -307,6 +308,8 @@ def _generalise(one: _Trace, other: _Trace, case: Any, copies: int) -> None:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave no fake tensor behind in the model, and refuse randomness that a trace would freeze."""
     before = [(module, dict(vars(module))) for module in model.modules()]
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback for what is tried and refused here
+    disabled, log.disabled = log.disabled, True
     drawn = _foreign_randomness()
     detect = transformer._detect_is_causal_mask
     # It looks at the values of a mask to choose a faster kernel; without values, the mask itself is used.
@@ -316,7 +319,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         if _foreign_randomness() != drawn:
             raise MeetingError("the model draws random numbers that are not torch's")
     finally:
-        transformer._detect_is_causal_mask = detect
+        transformer._detect_is_causal_mask, log.disabled = detect, disabled
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
