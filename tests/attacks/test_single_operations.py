@@ -164,6 +164,8 @@ REFUSED = {
     "flip": lambda x, y, i, p: x.flip((0, 1)),
     "flip all": lambda x, y, i, p: x.flip((-3,)),
     "roll": lambda x, y, i, p: x.roll(1, 0),
+    "roll by the number of samples": lambda x, y, i, p: x.roll((x.shape[0], 1), (1, 2)),
+    "public entries that are among samples": lambda x, y, i, p: torch.isin(p, x),
     "roll flat": lambda x, y, i, p: x.roll(1),
     "broadcast": lambda x, y, i, p: x[:, 0, 0] + y[:, 0, :1],
     "broadcast one dimension down": lambda x, y, i, p: x[:, None, :, 0] + y[None, :, :, 0],

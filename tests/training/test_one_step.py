@@ -184,6 +184,7 @@ def kept(average=None, seeded=True, record=True):
     told = []
     state = State(zero, zero + 1, zero + 2, average, 4)
     run = SimpleNamespace(
+        _price=lambda: None,
         _record=SimpleNamespace(keep=lambda *a: told.append(a)) if record else None, _state=state, step=4, _kept=None,
         _randomness=Randomness(3) if seeded else Randomness(), _diagnostics=SimpleNamespace(state=lambda: "d"),
         _metrics=["m"], _seconds=1.5, _arithmetic=lambda: "how", _ledger="ledger",
@@ -223,16 +224,12 @@ def restored(spent=SPENT, ema=None, ledger=None, arrays=None, seeded=True, how="
     meta = {"randomness": randomness.state(), "diagnostics": "d", "metrics": [{"step": 1}], "seconds": 2,
             "step": 3, "arithmetic": "how"}  # fmt: skip
     meta = {key: value for key, value in (meta | changed).items() if value is not ...}
-    plan = [ONE, ONE, TWO, TWO]
     told = []
-
-    def at(k):
-        assert 1 <= k <= 4
-        return plan[k - 1]
 
     run = SimpleNamespace(
         _device="cpu", _rule=Rule("mix", ema=ema), _flat=SimpleNamespace(size=3), _spent=spent, _ledger=spent,
-        _plan=SimpleNamespace(steps=4), mechanism_at=at, _arithmetic=lambda: how, _state=None, _kept=None,
+        _plan=SimpleNamespace(ledger=spent.then(lines((ONE, 2), (TWO, 2)))), _arithmetic=lambda: how,
+        _state=None, _kept=None,
         _diagnostics=SimpleNamespace(restore=told.append), _source=SimpleNamespace(repeatable=lambda: repeats),
         _write_model=lambda: told.append("written"), _randomness=None,
     )  # fmt: skip
@@ -391,9 +388,9 @@ class Loop(SimpleNamespace):
 
 def planned_loop(spent=None, own=None, steps=10):
     plan = mm.Plan.of(lines((ONE, steps)), population=100, spent=spent or mm.Ledger())
-    claim = replace(plan.guarantee().ledger, phases=()) if hasattr(plan.guarantee(), "ledger") else mm.Ledger()
+    claim = replace(plan.ledger, phases=())
     before = plan.spent.then(claim)
-    return Loop(plan=plan, claim=claim, earlier=before, own=own or mm.Ledger(), planned=plan.guarantee(), runs={"mine"})
+    return Loop(plan=plan, claim=claim, earlier=before, own=own or claim, planned=plan.guarantee(), runs={"mine"})
 
 
 def state_of(ledger, run="other", spent=None):
@@ -435,6 +432,26 @@ def test_what_was_spent_is_counted_once():
     assert taken((lines((ONE, 3)), spent)) == 4 + 3
 
 
+@pytest.mark.parametrize("count", [0, 4])
+def test_one_step_that_cost_more_than_a_planned_one_is_too_much(count):
+    spent = lines((ONE, count)) if count else mm.Ledger()
+    dearer, cheaper = mm.Mechanism(0.95, 0.2), mm.Mechanism(1.05, 0.2)
+    run = planned_loop(spent)
+    with pytest.raises(mm.BudgetExceeded, match="what has run costs"):
+        run.take_on(state_of(spent.then(lines((dearer, 1))), spent=spent))
+    assert run.earlier.steps == count
+    run.take_on(state_of(spent.then(lines((cheaper, 1))), spent=spent))
+    assert run.earlier.steps == count + 1
+
+
+def test_a_state_that_claims_something_else_is_refused():
+    for changed in ({"adjacency": "add-or-remove"}, {"unit": "person"}):
+        run = planned_loop()
+        with pytest.raises(mm.ModelMixError, match="a run that claims something else"):
+            run.take_on(state_of(replace(lines((ONE, 1)), population=100, **changed)))
+        assert run.runs == {"mine"}
+
+
 def test_a_state_without_proof_or_of_another_claim_or_without_a_ledger_is_refused():
     with pytest.raises(mm.UnprovedError, match="was not private training"):
         planned_loop().take_on(state_of(replace(lines((ONE, 1)), unproved=("something",))))
@@ -448,7 +465,7 @@ def test_a_state_without_proof_or_of_another_claim_or_without_a_ledger_is_refuse
 # The order of a private loop's step.
 
 
-def completed(monkeypatch, rule="mix", fails="", versions="same", decay=None):
+def completed(monkeypatch, rule="mix", fails="", changed=False, decay=None):
     told, seen = [], {}
     zero = torch.zeros(2, dtype=torch.float64)
     after = State(zero + 1, zero, zero)
@@ -469,11 +486,14 @@ def completed(monkeypatch, rule="mix", fails="", versions="same", decay=None):
     monkeypatch.setattr(private, "noise", told_of("noise", torch.tensor([10.0], dtype=torch.float64)))
     run = SimpleNamespace(
         total=torch.tensor([4.0], dtype=torch.float64), added=3, own=mm.Ledger(), clip=2.0, state="before",
-        rule=Rule(rule, "paper", momentum=0.5), written="same", model=layer,
+        rule=Rule(rule, "paper", momentum=0.5), model=layer, changed_from_outside=lambda: changed,
+        wrote=lambda: seen.update(wrote=list(told)),
         step_mechanism=lambda eta: seen.update(eta=eta) or ONE, expected_batch=lambda m: 5.0,
         randomness=SimpleNamespace(step=lambda: "draws", advance=told_of("advance")), save_ledger=told_of("saved"),
         flat=SimpleNamespace(
-            versions=lambda: versions, write=told_of("write"), size=1, views=lambda v: {"weight": v.reshape(1, 1)}
+            write=told_of("write"),
+            size=1,
+            views=lambda v: {"weight": v.reshape(1, 1)},
         ),
     )  # fmt: skip
     group = {"lr": 0.25} | ({} if decay is None else {"weight_decay": decay})
@@ -481,7 +501,7 @@ def completed(monkeypatch, rule="mix", fails="", versions="same", decay=None):
     try:
         private.PrivateOptimizer._complete(optimizer)
     except mm.ModelMixError:
-        assert fails or versions != "same"
+        assert fails or changed
     return run, told, seen, after
 
 
@@ -499,11 +519,12 @@ def test_a_loop_takes_the_trainers_step(monkeypatch, decay):
     assert run.own == lines((ONE, 1))
     assert run.total.tolist() == [0.0]
     assert run.added == 0
-    assert run.written == "same"
+    assert seen["wrote"] == told
 
 
 def test_without_mixing_the_optimizer_is_given_the_noisy_mean(monkeypatch):
-    run, told, seen, _ = completed(monkeypatch, rule="plain", versions="other")
+    run, told, seen, _ = completed(monkeypatch, rule="plain")
+    assert seen["wrote"] == told
     assert told == ["saved", "advance", "noise", "original"]
     assert seen["noise"][0] == (ONE, "draws", 1)
     assert run.model.weight.grad.tolist() == [[4.0 / 5.0 + 2.0 / 5.0 * 10.0]]
@@ -524,7 +545,8 @@ def test_the_line_comes_first_and_a_sum_is_used_once(monkeypatch, fails):
     assert (run.state == "before") == (fails != "write")
 
 
-def test_weights_changed_from_outside_end_the_step_before_its_line(monkeypatch):
-    run, told, _, _ = completed(monkeypatch, versions="other")
+@pytest.mark.parametrize("rule", ["mix", "plain"])
+def test_weights_changed_from_outside_end_the_step_before_its_line(monkeypatch, rule):
+    run, told, _, _ = completed(monkeypatch, rule=rule, changed=True)
     assert not told
     assert run.own == mm.Ledger()

@@ -58,13 +58,23 @@ def load_claim(path: str | Path) -> Claim:
     path = Path(path)
     file = path / "ledger.json" if path.is_dir() else path
     ledger = Ledger.load(file)
-    place = file.resolve()  # a link to the ledger of a run is one as well
-    config = place.with_name("config.json")
-    if place.name != "ledger.json" or not config.exists():
-        return Claim(ledger, ledger, str(path))
-    if not path.is_dir() and read_object(config).get("schema") != SCHEMA:
-        return Claim(ledger, ledger, str(path))  # other programs have a config.json, too
-    return claim_of(read_config(config), ledger, str(path))
+    for place in (file, file.resolve()):  # a link to the ledger of a run is one as well
+        config, plan = place.with_name("config.json"), plan_beside(place)
+        if plan.exists():
+            return claim_of({"plan": read_object(plan), "seed": None}, ledger, str(path))
+        # Other programs have a config.json, too.
+        if path.is_dir() or (place.name == "ledger.json" and config.exists() and _is_run(config)):
+            return claim_of(read_config(config), ledger, str(path))
+    return Claim(ledger, ledger, str(path))
+
+
+def plan_beside(ledger: Path) -> Path:
+    """Where the plan of a loop lies that keeps this ledger file."""
+    return ledger.with_name(ledger.name + ".plan")
+
+
+def _is_run(config: Path) -> bool:
+    return read_object(config).get("schema") == SCHEMA
 
 
 def claim_of(config: Mapping[str, Any], ledger: Ledger, name: str = "this run") -> Claim:

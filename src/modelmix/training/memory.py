@@ -8,6 +8,7 @@ functions name. What this cannot see is what lies outside the process, or behind
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import pickle
@@ -36,7 +37,7 @@ from modelmix.errors import UnprovedError
 
 FIXED = "whatever is not trained stays as it was"
 SAME_SET = "the coordinates trained are the ones that are noised, mixed and accounted for"
-_DEPTH = 6
+_DEPTH = 12
 _BLOCK = 1024
 _LIBRARIES = frozenset([
     "abc", "builtins", "contextlib", "enum", "functools", "importlib", "logging", "math", "modelmix", "numpy",
@@ -45,16 +46,20 @@ _LIBRARIES = frozenset([
 """Modules whose own objects keep nothing of samples, or nothing that a model could read back."""
 
 
+_SILENT = _LIBRARIES - {"numpy", "scipy", "torch", "transformers", "types"}
+"""Modules whose objects are not looked into: they change by themselves, or keep nothing that a model reads back."""
+
+
 def tensor_content(t: Tensor) -> Any:
     """Return a value that changes with any entry of a tensor: sums over rows and columns of its words, with weights.
 
     It is computed where the tensor lies. Changes that keep it are those of a deliberate collision.
     """
-    (found,) = _tensor_contents([t])
+    (found,) = tensor_contents([t])
     return found
 
 
-def _tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
+def tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
     """``tensor_content`` of several tensors, with one wait for a device."""
     places, sums = [], []
     for t in tensors:
@@ -106,11 +111,11 @@ class Watch:
         fixed: dict[str, Tensor] = dict(self._model.named_buffers())
         fixed |= {name: p for name, p in self._model.named_parameters() if name not in self._trained}
         fixed |= {f"parameter {name}": p for name, p in self._parameters.items()}
-        return dict(zip(fixed, _tensor_contents(list(fixed.values())), strict=True))
+        return dict(zip(fixed, tensor_contents(list(fixed.values())), strict=True))
 
     def _values(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        met: dict[int, int] = {}
+        met = _trained(self._model)
         for path, module in self._model.named_modules():
             for name, value in vars(module).items():
                 if name not in _TORCHS_OWN and name not in _computed(module):
@@ -152,20 +157,34 @@ class Watch:
 
 
 class WatchedFunction:
-    """Remember what a function that is given samples keeps, and complain when it has changed: a criterion, say."""
+    """Remember what a function that is given samples keeps, and complain when it has changed: a criterion, say.
 
-    def __init__(self, function: Any, called: str) -> None:
-        self._function, self._called = function, called
-        self._kept = content(function, {})
+    Args:
+        function: that is watched.
+        called: how messages name it.
+        model: whose trained parameters it may reach, which steps change.
+    """
+
+    def __init__(self, function: Any, called: str, model: nn.Module | None = None) -> None:
+        self._function, self._called, self._model = function, called, model
+        self._kept = self._now()
+
+    def _now(self) -> Any:
+        return content(self._function, {} if self._model is None else _trained(self._model))
 
     def check(self) -> None:
         """Raise ``UnprovedError`` if anything changed since this was made."""
-        if content(self._function, {}) != self._kept:
+        if self._now() != self._kept:
             raise UnprovedError(
                 FIXED,
                 f"{self._called} kept something of the samples it was given: one could reach another through it.",
                 "Compute it from the sample alone, and keep nothing between calls.",
             )
+
+
+def _trained(model: nn.Module) -> dict[int, int]:
+    """Trained parameters, as looked at already: steps change them, and passes are watched for that elsewhere."""
+    return {id(p): _DEPTH for p in model.parameters() if p.requires_grad}
 
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -200,7 +219,9 @@ def content(value: Any, met: dict[int, int], depth: int = _DEPTH) -> Any:
         return id(value), tensor_content(value)
     if isinstance(value, np.ndarray):
         plain = value.dtype.hasobject is False
-        return id(value), hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest() if plain else repr(value)
+        if plain:
+            return id(value), hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()
+        return id(value), [content(v, met, depth - 1) for v in value.flat]
     if isinstance(value, bytearray | memoryview):
         return id(value), bytes(value)
     if isinstance(value, io.StringIO | io.BytesIO):
@@ -233,14 +254,14 @@ def _inside(value: Any) -> Iterator[Any]:
         yield length_hint(value, -1)
     elif isinstance(value, _lru_cache_wrapper):
         yield from (value.cache_info().misses, value.cache_info().currsize)  # what is only read again is no memory
-        yield value.__wrapped__
+        yield from gc.get_referents(value)
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
         yield from (_cell(cell) for cell in value.__closure__ or ())
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
         if not _is_library(value.__module__):
-            yield from (value.__globals__.get(name) for name in _names(value.__code__))
+            yield from _reached(value)
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, type):
@@ -262,7 +283,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield vars(value)
     elif type(value).__module__ in ("itertools", "array", "_random", "random"):
         yield repr(value.getstate() if type(value).__module__ == "random" else value)
-    elif not _is_library(type(value).__module__):
+    elif (type(value).__module__ or "").split(".")[0] not in _SILENT:
         yield from (getattr(value, "__dict__", None), type(value))
         for slot in (s for c in type(value).__mro__ for s in _slots(c)):
             yield getattr(value, slot, None)
@@ -278,10 +299,25 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+def _reached(function: FunctionType) -> Iterator[Any]:
+    """The globals that a function may look up by name, and what it may look up in modules among them."""
+    names = _names(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            if not _is_library(value.__name__):
+                yield from (vars(value).get(inner) for inner in names)
+        else:
+            yield value
+
+
 def _names(code: CodeType) -> list[str]:
     """The names of globals that a function's code, or that of functions within it, may look up."""
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]
-    return sorted({*code.co_names, *(name for c in inner for name in _names(c))})
+    found = {*code.co_names, *(name for c in inner for name in _names(c))}
+    if "globals" in found:
+        found |= {c for c in code.co_consts if isinstance(c, str)}
+    return sorted(found)
 
 
 def _is_library(module: str | None) -> bool:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from modelmix.accounting.guarantee import SEPARATE_ROWS, Guarantee
@@ -38,13 +38,14 @@ from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
+from modelmix.accounting.runs import plan_beside
 from modelmix.accounting.validation import positive, whole
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.files import write_atomically
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.guard import ALONE, check_mechanism, check_model, require_one_process
-from modelmix.training.memory import SAME_SET, Watch
+from modelmix.training.memory import SAME_SET, Watch, tensor_contents
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.rules import Rule, State, noise, take_step
@@ -107,7 +108,8 @@ def make_private(
         chunk: give a draw in parts of at most this many samples; ``step`` acts on the last part. Saves memory.
         seed: makes the run repeatable, for tests only.
         ledger: a file that gets every ledger line before its step is taken, so that a loop that dies loses none; a
-            file that is there is gone on with. Without it, keep the optimizer's state with every saved model.
+            file that exists is continued. Beside it lies FILE.plan, because a loop that is stopped counts as its plan.
+            Without it, keep the optimizer's state with every saved model.
 
     Example:
         >>> import torch, modelmix as mm
@@ -242,7 +244,7 @@ class _Loop:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         self.watch = Watch(model)
-        self.written = self.flat.versions()
+        self.wrote()
 
     def forget_draw(self) -> None:
         self.total = torch.zeros_like(self.state.last)
@@ -250,6 +252,17 @@ class _Loop:
         self.pending: _Part | None = None  # what was given out and is not stepped on yet
         self.batch: tuple[Any, Any] | None = None  # its samples
         self.passed: _Pass | None = None
+
+    def wrote(self) -> None:
+        """Remember the trained weights as a step, or the loading of a state, has left them."""
+        self.written, self.values = self.flat.versions(), self._values()
+
+    def _values(self) -> list[Any]:
+        return [value for _, value in tensor_contents([p for p in self.model.parameters() if p.requires_grad])]
+
+    def changed_from_outside(self) -> bool:
+        """Whether trained weights have other values than the last step left; they may go and come back."""
+        return self.flat.versions() != self.written and self._values() != self.values
 
     @property
     def ledger(self) -> Ledger:
@@ -298,6 +311,7 @@ class _Loop:
                 f"{self.file} was written to by another loop.",
                 "Give every loop a ledger file of its own, and the earlier ones as spent in its plan.",
             )
+        write_atomically(plan_beside(self.file), json.dumps(self.plan.as_dict(), indent=1) + "\n")
         self.ledger.save(self.file)
         write_atomically(self._names(), json.dumps(sorted(self.runs)))
         self.written_ledger = self.file.read_text(encoding="utf-8")
@@ -338,7 +352,9 @@ class _Loop:
             return self.original(*arguments, **named)
         if self.passed is None:
             self._require_one_way(places)
-            self.passed = self._private_pass(inputs)
+            form, indices = places
+            own = [t for t in tree_leaves(self.batch) if isinstance(t, Tensor)]
+            self.passed = self._private_pass(tree_unflatten([own[i] for i in indices], form))
         return self.passed.outputs
 
     def _require_one_way(self, places: Any) -> None:
@@ -558,7 +574,9 @@ class PrivateLoader:
                     "Return one row for every sample.",
                 )
             say_what_does_not_fit(fits)
-            loop.modes = _modes(loop.model) if loop.modes is None else loop.modes
+            if loop.modes is None:  # before the loop has seen a sample
+                loop.modes = _modes(loop.model)
+                loop.engine.remember()
             loop.pending, loop.passed = replace(part, weights=part.weights * fits), None
             # Copies of our own: what the loop does to its batch in place must not pass for the batch.
             loop.batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (inputs, targets))
@@ -672,7 +690,7 @@ class PrivateOptimizer(Optimizer):
         batch = loop.expected_batch(mechanism)
         draws = loop.randomness.step()
         mix = loop.rule.name == "mix"
-        if mix and loop.flat.versions() != loop.written:
+        if loop.changed_from_outside():
             raise UnprovedError(
                 "released states come from noisy, mixed steps only",
                 "the model's trained weights were changed from outside since the last step.",
@@ -694,7 +712,7 @@ class PrivateOptimizer(Optimizer):
                 expected_batch=batch,
             )
             loop.flat.write(loop.state.last)
-            loop.written = loop.flat.versions()
+            loop.wrote()
         else:
             sigma = loop.clip / batch
             noisy = total / batch + sigma * noise(mechanism, draws, loop.flat.size).to(total.device)
@@ -703,6 +721,7 @@ class PrivateOptimizer(Optimizer):
                 if p.requires_grad:
                     p.grad = gradients[name].clone()
             self._original.step()
+            loop.wrote()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own state dict, and under "modelmix" the ledger and the released states; no key.
@@ -746,7 +765,7 @@ class PrivateOptimizer(Optimizer):
         loop.forget_draw()
         if loop.rule.name == "mix":
             loop.flat.write(last)
-            loop.written = loop.flat.versions()
+        loop.wrote()
 
 
 def _check_loader(loader: Any) -> None:

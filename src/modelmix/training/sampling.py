@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.training.guard import ALONE
+from modelmix.training.memory import WatchedFunction
 from modelmix.training.randomness import draws_apart
 from modelmix.training.sending import sent
 
@@ -398,7 +399,9 @@ class SeparateCollate:
     def __call__(self, items: list[Any]) -> tuple[Any, Tensor]:
         if self._alike is not None and all(_raw_form(item) == self._alike for item in items):
             return self._collate(items), torch.ones(len(items), dtype=torch.float64, device="cpu")
+        memory = WatchedFunction(self._collate, "collate_fn")
         rows = [self._row(item) for item in items]
+        memory.check()
         fits = torch.tensor([row is not None for row in rows], dtype=torch.float64, device="cpu")
         found = [torch.cat(parts) for parts in zip(*(row or self._rows for row in rows), strict=True)]
         return tree_unflatten(found, self._form), fits

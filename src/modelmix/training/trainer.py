@@ -38,7 +38,7 @@ from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_ba
 from modelmix.training.evaluation import evaluate, evaluating, is_classification
 from modelmix.training.guard import check_mechanism, check_model, require_one_process
 from modelmix.training.identity import code_digest
-from modelmix.training.memory import Watch
+from modelmix.training.memory import Watch, WatchedFunction
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
@@ -344,11 +344,15 @@ class Trainer:
         if due and not any(row["step"] == self.step for row in self._metrics):
             self._measure()  # an interrupt came between the state and its evaluation
         self._keep()
+        self._engine.remember()
+        memory = None if self._augment is None else WatchedFunction(self._augment, "augment", self._model)
         self._coming = Ahead(self._draws(steps))
         try:
             with Progress(steps, self._describe, progress) as bar:
                 for chunks in self._source.steps(self._coming, self._chunk_size(), self._engine.fixed_shapes):
                     self._one_step(chunks)
+                    if memory is not None:
+                        memory.check()
                     self._seconds = before + time.monotonic() - began
                     bar.advance()
                     if self.step % every == 0 or self.step == end:

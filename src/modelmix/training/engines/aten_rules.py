@@ -108,7 +108,7 @@ def constant(call: Call) -> Value:
 _FILLS = ("fill_", "copy_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
 
 
-@rule("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", sizes=("size", "stride"))
+@rule("empty", "new_empty", "empty_like", sizes=("size",))
 def uninitialised(call: Call) -> Value:
     """Memory that held something else before; it must be overwritten before anything reads it."""
     users = sorted(call.node.users)
@@ -164,7 +164,7 @@ def along(call: Call) -> Any:
 # Views.
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", sizes=("size", "shape", "stride"))
+@rule("view", "_unsafe_view", "reshape", sizes=("size", "shape"))
 def view(call: Call) -> Value:
     """Samples stay together if as many entries lie in front of them before and after."""
     where = call.rows_dim("self")

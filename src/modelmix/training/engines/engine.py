@@ -80,6 +80,7 @@ class Engine:
         device = next(model.parameters()).device
         self._passes: dict[Any, ProvedPass | None] = {}
         self._last: tuple[Stamps, dict[str, Tensor]] | None = None
+        self._remembered: tuple[Watch, WatchedFunction] | None = None
         self.reason: str | None = None
         """Why the fast engine is not used; None if it is, or if another one was asked for."""
         self.name = self._chosen(name, tree_map(lambda t: t.to(device), synthetic(probe)))
@@ -142,7 +143,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy traces and compiles its own model: what was traced holds on to this one's constants."""
-        return vars(self) | {"_passes": {}, "_compiled": {}, "_seen": {}}
+        return vars(self) | {"_passes": {}, "_compiled": {}, "_seen": {}, "_remembered": None}
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -221,7 +222,15 @@ class Engine:
         proved = self._proved(parameters, x, targets, copies, loss) if samples else None
         if proved is None and samples:
             name = "universal" if self.name == "hooks" else self.name
-            return OfPasses(name, self._model, loss, parameters, (x, targets), copies, self._watch(parameters))
+            return OfPasses(
+                name,
+                self._model,
+                loss,
+                parameters,
+                (x, targets),
+                copies,
+                Watch(self._model, attributes=True, parameters=parameters),
+            )
         uses = proved.uses(parameters, *detached(x, targets))[0] if proved is not None else []
         return OfUses(uses, parameters, samples)
 
@@ -260,16 +269,30 @@ class Engine:
             if kept is not None:
                 kept.append((rest[0], rest[1]))
         else:
-            watch, criterion = self._watch(parameters), WatchedFunction(self._loss, "the criterion")
+            self.remember()
+            watch = Watch(self._model, parameters=parameters)
             name = "universal" if self.name == "hooks" else self.name
             with unchanged(parameters):
                 found = ENGINES[name](self._model, loss, parameters, *detached(inputs, targets), copies, kept=kept)
             watch.check()
-            criterion.check()
+            self.remember()
         return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
 
-    def _watch(self, parameters: dict[str, Tensor]) -> Watch:
-        return Watch(self._model, attributes=True, parameters=parameters)
+    def remember(self) -> None:
+        """Refuse if what the code of model and criterion can reach in Python changed since this was first called.
+
+        Where that code runs for every sample, what a loop, a dataset or an augmentation writes there between two passes
+        would reach all of them. Call it before the first sample is seen.
+        """
+        if self.name == "hooks":
+            return  # it replays a trace with constants of its own
+        self._ready(())  # a twin in another precision takes on the modes
+        if self._remembered is None:
+            criterion = WatchedFunction(self._loss, "the criterion", self._model)
+            self._remembered = Watch(self._model, attributes=True), criterion
+        else:
+            for watch in self._remembered:
+                watch.check()
 
     def _compiled_sum(
         self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int

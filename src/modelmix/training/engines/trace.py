@@ -106,6 +106,7 @@ class ProvedPass:
         self._any_layout = _simplify(one.module.graph)
         for node in one.module.graph.nodes:
             node.meta.clear()  # fake tensors, and with them all that is known of shapes
+        _own_constants(one.module, model)
         self._see = one.module
         self._see.recompile()
         self._take = _with_gradients(one, self._names, tensors + 1)
@@ -180,6 +181,19 @@ def unproved(reason: Any) -> UnprovedError:
         f"the hook engine cannot show that samples stay apart: {reason}.",
         'Use engine="auto", which runs such a model one sample at a time.',
     )
+
+
+def _own_constants(module: fx.GraphModule, model: nn.Module) -> None:
+    """Copy the tensors that a trace has found in Python: what becomes of them later is nothing to the pass.
+
+    Buffers and frozen parameters stay shared, for they can be large; others watch that they do not change.
+    """
+    shared = {id(t) for t in (*model.buffers(), *model.parameters())}
+    for node in module.graph.nodes:
+        constant = getattr(module, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(constant, Tensor) and id(constant) not in shared:
+            delattr(module, str(node.target))
+            module.register_buffer(str(node.target), constant.detach().clone(), persistent=False)
 
 
 def _dims_of_results(trace: _Trace, batch: list[bool]) -> list[int | None]:
