@@ -45,29 +45,23 @@ PACKAGE = Path("src/modelmix")
 
 _A, _T, _X = "tests/accounting/", "tests/training/", "tests/attacks/"
 _CORE = [_A + "test_properties.py", _A + "test_mechanism.py"]
-_CLAIMS = [_A + "test_guarantee.py", _A + "test_ledger.py", _X + "test_number_of_samples.py"]
-_DISTRIBUTIONS = [
-    _A + "test_comparison.py",
-    _A + "test_pld_trap.py",
-    _A + "test_guarantee.py",
-    _A + "test_properties.py",
-]
 _MEETING = [_X + "test_samples_meet.py", _X + "test_random_programs.py", _T + "test_engine.py", _T + "test_engines.py"]
 _LOOPS = [
     _T + "test_private.py",
     *(_X + f"test_{n}.py" for n in ("losses_that_mix", "noise_used_twice", "ledgers_of_loops", "choices_by_the_batch")),
 ]
 TESTS: dict[str, list[str]] = {
-    "accounting/adjacency.py": _CLAIMS,
-    "accounting/plan.py": [_A + "test_calibration.py", *_CLAIMS, _T + "test_account.py", _T + "test_guard.py"],
-    "accounting/guarantee.py": [*_CLAIMS, _A + "test_comparison.py", *_CORE],
+    "accounting/adjacency.py": [_A + "test_adjacency.py"],
+    "accounting/plan.py": [_A + "test_plan.py"],
+    "accounting/runs.py": [_A + "test_runs.py"],
+    "accounting/guarantee.py": [_A + "test_guarantee.py", _A + "test_adjacency.py"],
     "accounting/renyi.py": [*_CORE, _A + "test_renyi.py", _A + "test_reference.py"],
     "accounting/accountant.py": [*_CORE, _A + "test_renyi.py", _A + "test_reference.py"],
     "accounting/mechanism.py": [*_CORE, _A + "test_ledger.py"],
-    "accounting/ledger.py": [*_CORE, *_CLAIMS],
+    "accounting/ledger.py": [_A + f"test_{n}.py" for n in ("ledger", "plan", "runs")],
     "accounting/embedding.py": [*_CORE, _A + "test_ledger.py", _A + "test_embedded_mechanism.py"],
-    "accounting/pld.py": _DISTRIBUTIONS,
-    "accounting/comparison.py": _DISTRIBUTIONS,
+    "accounting/pld.py": [_A + "test_pld.py"],
+    "accounting/comparison.py": [_A + "test_comparison.py"],
     "accounting/calibration.py": [_A + "test_calibration.py"],
     "accounting/validation.py": [_A + "test_validation.py"],
     "accounting/functions.py": [_A + "test_functions.py", _A + "test_quadrature.py"],

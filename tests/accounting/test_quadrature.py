@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
+import mpmath as mp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -343,8 +344,6 @@ def test_which_laws_have_a_proved_rule():
 @pytest.mark.parametrize("x", [-0.06, -0.05, -0.049, 0.049, 0.05, 0.051, 29.9, 30.0, 30.001, 31.0, 33.0, 36.0])
 def test_branches_meet(x):
     """Both sides of every change of formula, to the digits that the next formula needs."""
-    import mpmath as mp
-
     with mp.workdps(60):
         line = float(mp.log(mp.expm1(mp.mpf(x)) - mp.mpf(x)))
         k, u = 3.0, mp.mpf(x) / 3
@@ -430,3 +429,131 @@ def test_panels_that_have_not_settled_pay_for_their_last_change(monkeypatch):
     assert 7 <= len(told) <= 8
     paid = float(found[0] - honest(law, 0.5, k, panel_rule(law, 0.5, 3.0, 7))[1][0]) - told[-1]
     assert paid == pytest.approx(10 * (told[-2] - told[-1]), rel=1e-2)
+
+
+# Units, far edges and rounding.
+
+
+@pytest.mark.parametrize("family", [mm.Gaussian, mm.Laplace])
+@pytest.mark.parametrize(("width", "shift"), [(0.0, 0.5), (3.0, 0.5), (60.0, 1.0), (3.0, 40.0), (1e-13, 0.5)])
+@pytest.mark.parametrize("z", [1e-3, 1e3])
+def test_moments_do_not_depend_on_the_unit_of_length(family, width, shift, z):
+    """Everything is a ratio of lengths, also where sums give way to the plain law."""
+    k = np.array([2.0, 7.0, 150.0, 300.0])
+
+    def found(z):
+        return log_excess(mm.Mixed(family(z), width * z) if width else family(z), shift * z, k)
+
+    np.testing.assert_allclose(found(z), found(1.0), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", [mm.Gaussian, mm.Laplace])
+def test_edges_a_billion_scales_away_keep_their_digits(family):
+    """Only what lies about the edges counts, so that A_k - 1 falls like 1/omega, to the last digits."""
+    k = np.array([2.0, 7.0])
+    near, far = (log_excess(mm.Mixed(family(1.0), width), 0.5, k) for width in (1e3, 1e9))
+    np.testing.assert_allclose(far + math.log(1e6), near, atol=2e-11)
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_a_point_is_its_origin_and_the_rest(law):
+    x = np.linspace(-5, 5, 41)
+    np.testing.assert_allclose(law.log_density(x, 1.25), law.log_density(x + 1.25), rtol=1e-12)
+    np.testing.assert_allclose(law.log_density(x, -2.5), law.log_density(x - 2.5), rtol=1e-12)
+
+
+@pytest.mark.parametrize("family", [mm.Gaussian, mm.Laplace])
+def test_a_closed_form_is_never_below_the_truth(family):
+    """By 1e-13 and eight parts of rounding; a logarithm of 14,000 is off by 1e-12 as it is computed."""
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        z, k = 10 ** rng.uniform(-2, 2), rng.integers(2, 300) + rng.choice([0.0, 0.3])
+        shift = z * 10 ** rng.uniform(-3, 2.2)
+        with mp.workdps(60):
+            s, n = mp.mpf(shift) / mp.mpf(z), mp.mpf(float(k))
+            if family is mm.Gaussian:
+                moment = mp.e ** (n * (n - 1) / 2 * s**2)
+            else:
+                moment = (n * mp.e ** ((n - 1) * s) + (n - 1) * mp.e ** (-n * s)) / (2 * n - 1)
+            truth = mp.log(moment) + mp.log(1 - 1 / moment)
+            above = float(mp.mpf(float(log_excess(family(z), shift, np.array([k]))[0])) - truth)
+        assert 0.5e-13 + 6e-16 * abs(float(truth)) < above < 2e-13 + 3e-15 * abs(float(truth))
+
+
+def test_one_order_below_one_is_refused_among_others():
+    with pytest.raises(mm.ModelMixError, match="orders 1 and above"):
+        log_excess(mm.Gaussian(1.0), 0.3, np.array([2.0, 0.5]))
+    with pytest.raises(mm.ModelMixError, match="orders 1 and above"):
+        log_excess(mm.Gaussian(1.0), 0.3, np.array([2.0, math.nan]))
+
+
+@pytest.mark.parametrize("size", [1e50, 1e-50])
+def test_rounding_is_granted_for_every_logarithm_that_is_summed(size):
+    """log f, log f(x - s), log z and log omega, each with eight bits of the last place, k times."""
+    law, k = mm.Mixed(mm.Gaussian(size), 2 * size), np.array([12.0])
+    rule = strip_rule(law, 0.5 * size, 12.0)
+    value, bound = moments._sum(law, 0.5 * size, k, replace(rule, relative=0.0, flat=0.0))
+    summed = 4 * abs(math.log(size))
+    assert bound[0] - value[0] >= 0.9 * 12 * 8 * np.finfo(float).eps * summed
+
+
+def test_a_ratio_that_drowns_in_rounding_counts_as_if_it_were_rounding():
+    """Between far edges and for a tiny shift: 2 (k blur)^2 is two parts in a hundred of A_k - 1 there."""
+    law, k, shift = mm.Mixed(mm.Gaussian(1.0), 1e6), np.array([100.0]), 1e-9
+    rule = strip_rule(law, shift, 100.0)
+    value, bound = moments._sum(law, shift, k, replace(rule, relative=0.0, flat=0.0))
+    blur = 8 * np.finfo(float).eps * (1 + 3 * math.log(1e6))
+    drowned = 2 * (100 * blur) ** 2 / math.exp(value[0])
+    assert drowned > 5e-3
+    assert bound[0] - value[0] >= 0.9 * math.log1p(drowned)
+    assert bound[0] - value[0] < 3 * drowned
+
+
+class Holed(Shaped):
+    """Not a number on one short stretch, where the shifted density is one."""
+
+    def log_density(self, x, origin=0.0):
+        hole = np.abs(x + origin - 2.0) < 0.1
+        return np.where(hole, np.nan, super().log_density(x, origin))
+
+
+def test_a_density_that_is_nowhere_a_number_twice_has_no_moments():
+    rule, k = panel_rule(Shaped(1.0), 0.5, 5.0, 2), np.array([2.0, 5.0])
+    for found in moments._sum(Holed(1.0), 0.5, k, rule):
+        assert np.all(np.isposinf(found))
+
+
+def told(monkeypatch, *answers):
+    """Answers of ``_sum`` in order, the last for good; and how often it was asked."""
+    asked = []
+
+    def answer(law, shift, k, rule, sample_rate=1.0):
+        asked.append(rule)
+        value = np.array(answers[min(len(asked), len(answers)) - 1], dtype=float)
+        return value, value + 1e-15
+
+    monkeypatch.setattr(moments, "_sum", answer)
+    return asked
+
+
+def test_panels_settle_for_all_orders_together(monkeypatch):
+    law, k = mm.Mixed(Shaped(1.0), 2.0), np.array([2.0, 5.0])
+    asked = told(monkeypatch, [1.0, 1.0], [1.0, 2.0], [1.0, 3.0], [1.0, 3.0])
+    np.testing.assert_allclose(moments._summed(law, 0.5, k), [1.0, 3.0])
+    assert len(asked) == 4, "the second order settled last"
+    sizes = [points(rule)[0].size for rule in asked]
+    assert [size // sizes[0] for size in sizes] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("answers", [([1.0, 1.0], [1.0, math.inf]), ([1.0, 0.5], *([1.0, n] for n in range(1, 9)))])
+def test_one_order_without_a_moment_is_refused_for_all(monkeypatch, answers):
+    """The other one's value is never taken for its bound."""
+    told(monkeypatch, *answers)
+    with pytest.raises(mm.UnprovedError, match="did not settle"):
+        moments._summed(mm.Mixed(Shaped(1.0), 2.0), 0.5, np.array([2.0, 5.0]))
+
+
+def test_orders_that_are_all_infinite_are_infinite(monkeypatch):
+    asked = told(monkeypatch, [math.inf, math.inf])
+    assert np.all(np.isposinf(moments._summed(mm.Mixed(Shaped(1.0), 2.0), 0.5, np.array([2.0, 5.0]))))
+    assert len(asked) == 2

@@ -672,3 +672,58 @@ def test_overlapping_memory_is_not_proved(op):
 
     with suppress(mm.ModelMixError):
         assert Engine(Overlaps(), F.cross_entropy, samples(3)).name != "hooks"
+
+
+@pytest.mark.parametrize("width", [0.0, 2.0], ids=["plain", "mixed"])
+def test_weights_that_are_swapped_for_the_pass_and_put_back_are_refused(width):
+    model, _, loader, criterion = private_loop(mm.Plan.of(mm.Mechanism(1.0, 0.5, width), 4))
+    x, y = next(iter(loader))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-100)
+    with pytest.raises(mm.UnprovedError, match="changed from outside"):
+        criterion(model(x), y)
+
+
+def test_hooks_around_the_step_are_refused():
+    model, optimizer, loader, criterion = private_loop(mm.Plan.of(mm.Mechanism(1.0, 0.5), 4))
+    x, y = next(iter(loader))
+    optimizer._original.register_step_post_hook(lambda *a: None)
+    criterion(model(x), y).backward()
+    with pytest.raises(mm.UnprovedError, match="hooks of its own"):
+        optimizer.step()
+
+
+class Late(nn.Module):
+    """Is traced anew, or run again, once it has been put into another mode or is given more samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.layer(x * SIGN) if x.shape[0] < 20 else self.layer(x * SIGN * 1.0)
+
+
+@pytest.mark.parametrize("late", ["mode", "copies", "size"])
+def test_what_is_traced_late_has_seen_no_sample(late):
+    states = []
+    for odd in (False, True):
+        SIGN.fill_(1.0)
+        model = Late()
+        options = {"augment": lambda x, g: x, "multiplicity": 2} if late == "copies" else {}
+        if late == "mode":
+            model.eval()
+        performance = mm.Performance(chunk=40 if late == "size" else 8)
+        one = Trainer(
+            model, F.cross_entropy, Flips(odd), mm.Mechanism(1.0, 1.0), clip=C, lr=40.0, seed=1,
+            performance=performance, **options,
+        )  # fmt: skip
+        SIGN.fill_(1.0)
+        model.train()
+        try:
+            states.append(one.run(1, progress=False).state.last)
+        except mm.UnprovedError:
+            return
+    assert (states[0] - states[1]).norm() <= 2 * C * (1 + 1e-6)

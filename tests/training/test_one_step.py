@@ -318,8 +318,9 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(changed):
 def test_only_whole_unchanged_tensors_of_the_batch_are_of_it():
     x, y = torch.randn(3, 2), torch.tensor([0, 1, 1])
     batch = ({"a": x, "n": 4}, y)
-    assert _places_in(x, batch)[1] == [0]
-    assert _places_in((y, x.clone()), batch)[1] == [1, 0]
+    assert _places_in(x, batch)[1] == [{0}]
+    assert _places_in((y, x.clone()), batch)[1] == [{1}, {0}]
+    assert _places_in(x, (x, x.clone()))[1] == [{0, 1}]
     assert _places_in((y, x), batch)[0] != _places_in([y, x], batch)[0]
     for other in (x[:2], x + 1, x.double(), x.t(), (), 4, "x", (x, 4), (x, x + 1), None, torch.zeros(0)):
         assert _places_in(other, batch) is None
@@ -465,6 +466,14 @@ def test_a_state_without_proof_or_of_another_claim_or_without_a_ledger_is_refuse
 # The order of a private loop's step.
 
 
+def told_of_changed(changed):
+    def require():
+        if changed:
+            raise mm.UnprovedError("weights are those of a step", "they are others.", "Leave them.")
+
+    return require
+
+
 def completed(monkeypatch, rule="mix", fails="", changed=False, decay=None):
     told, seen = [], {}
     zero = torch.zeros(2, dtype=torch.float64)
@@ -486,7 +495,8 @@ def completed(monkeypatch, rule="mix", fails="", changed=False, decay=None):
     monkeypatch.setattr(private, "noise", told_of("noise", torch.tensor([10.0], dtype=torch.float64)))
     run = SimpleNamespace(
         total=torch.tensor([4.0], dtype=torch.float64), added=3, own=mm.Ledger(), clip=2.0, state="before",
-        rule=Rule(rule, "paper", momentum=0.5), model=layer, changed_from_outside=lambda: changed,
+        rule=Rule(rule, "paper", momentum=0.5), model=layer,
+        require_own_weights=told_of_changed(changed),
         wrote=lambda: seen.update(wrote=list(told)),
         step_mechanism=lambda eta: seen.update(eta=eta) or ONE, expected_batch=lambda m: 5.0,
         randomness=SimpleNamespace(step=lambda: "draws", advance=told_of("advance")), save_ledger=told_of("saved"),

@@ -20,7 +20,7 @@ from modelmix.errors import ModelMixError, UnprovedError
 
 _EPS = float(np.finfo(np.float64).eps)
 _ROUNDING = 8 * _EPS  # error granted to a difference of two log-densities, per unit of what is summed in them
-_CLOSED_FORM = 1e-13  # added to the logarithm of a closed form, many times its rounding
+_CLOSED_FORM = 1e-13  # added to the logarithm of a closed form, for the rounding of small ones
 _PANEL_TOLERANCE = 1e-11
 _PANEL_SAFETY = 10.0
 _PANEL_WORST = 1e-6
@@ -56,7 +56,7 @@ def log_excess(law: Law, shift: float, orders: Array) -> Array:
     bound = np.full(k.shape, np.inf)
     noise = known(law)
     if noise is not None:
-        bound[above] = noise.exact_log_excess(shift, k[above]) + _CLOSED_FORM
+        bound[above] = _rounded_up(noise.exact_log_excess(shift, k[above]))
         if noise is law:
             return np.where(above, bound, out)
         # Deep in the tail the unmixed law, an upper bound because mixing is post-processing, is as good and free.
@@ -179,3 +179,8 @@ def _log_tails(law: Law, shift: float, k: Array, rule: Rule) -> Array:
         log_g = np.maximum(k * log_shifted - (k - 1) * log_f, log_f + np.log(k)) + np.log(2.0)
         total = np.logaddexp(total, log_g - np.log(np.maximum(slope, 1e-3)) + np.log(sigma))
     return total
+
+
+def _rounded_up(logarithm: Array) -> Array:
+    """A closed form plus many times its rounding, which grows with the size of a logarithm."""
+    return logarithm + _CLOSED_FORM + _ROUNDING * np.abs(logarithm)

@@ -230,8 +230,11 @@ def _claim_of(ledger: Ledger, asked: Mapping[str, object]) -> dict[str, object]:
     ledger.require_proof()
     if ledger.seeded:
         raise ModelMixError("this ledger is of a seeded run, which a plan cannot say: plan its mechanism anew.")
-    if len(ledger.populations) > 1:
-        raise ModelMixError("this ledger is of several populations: a plan has one; plan every part of it.")
+    if ledger.populations and ledger.population is None:
+        raise ModelMixError(
+            "this ledger is of several populations, or of one that is not known for all of it: a plan has one; plan "
+            "every part of it."
+        )
     claim: dict[str, object] = {"adjacency": ledger.adjacency, "unit": ledger.unit, "population": ledger.population}
     more = asked.get("adjacency", ledger.adjacency) not in (ledger.adjacency, ZERO_OUT)
     other = {name for name in ("unit", "population") if asked.get(name, claim[name]) != claim[name]}

@@ -264,6 +264,15 @@ class _Loop:
         """Whether trained weights have other values than the last step left; they may go and come back."""
         return self.flat.versions() != self.written and self._values() != self.values
 
+    def require_own_weights(self) -> None:
+        """Refuse weights that no step has made: they may have been written by looking at the batch."""
+        if self.changed_from_outside():
+            raise UnprovedError(
+                "released states come from noisy, mixed steps only",
+                "the model's trained weights were changed from outside since the last step.",
+                "Load weights before make_private, or load the optimizer's state after the model's.",
+            )
+
     @property
     def ledger(self) -> Ledger:
         return self.earlier.then(self.own)
@@ -352,15 +361,17 @@ class _Loop:
             return self.original(*arguments, **named)
         if self.passed is None:
             self._require_one_way(places)
-            form, indices = places
+            form, indices = self.taken
             own = [t for t in tree_leaves(self.batch) if isinstance(t, Tensor)]
-            self.passed = self._private_pass(tree_unflatten([own[i] for i in indices], form))
+            self.passed = self._private_pass(tree_unflatten([own[min(i)] for i in indices], form))
         return self.passed.outputs
 
     def _require_one_way(self, places: Any) -> None:
         """Refuse a pass that is not made as the first one was: the choice may hang on what is in the batch."""
-        self.taken = places if self.taken is None else self.taken
-        if places != self.taken:
+        before, now = self.taken or places, places
+        both = [a & b for a, b in zip(before[1], now[1], strict=False)]  # equal tensors may be told apart later
+        self.taken = before[0], both
+        if before[0] != now[0] or len(before[1]) != len(now[1]) or not all(both):
             raise UnprovedError(
                 ALONE,
                 "the model is given other parts of the batch than in the first pass.",
@@ -378,6 +389,7 @@ class _Loop:
         assert self.batch is not None
         check_model(self.model)
         self.watch.check()
+        self.require_own_weights()
         device = self.state.last.device
         inputs, targets, weights = tree_map(lambda t: t.to(device), (inputs, self.batch[1], self.pending.weights))
         here = self.state.last if self.rule.name == "mix" else self.flat.read()
@@ -413,15 +425,15 @@ class _Loop:
 
 
 def _places_in(given: Any, batch: Any) -> Any:
-    """Which tensors of the batch are given, and in which structure; None if one is no tensor of it.
+    """Which tensors of the batch may be given, and in which structure; None if one is no tensor of it.
 
     A tensor of the batch is one that is whole and unchanged, perhaps a copy on another device. What is computed from
     the batch, converted to another type or put together of it, is not.
     """
     have = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
     leaves, form = tree_flatten(given)
-    found = [next((i for i, t in enumerate(have) if isinstance(v, Tensor) and _equal(v, t)), None) for v in leaves]
-    return None if not leaves or None in found else (form, found)
+    found = [{i for i, t in enumerate(have) if isinstance(v, Tensor) and _equal(v, t)} for v in leaves]
+    return (form, found) if leaves and all(found) else None
 
 
 def _equal(t: Tensor, other: Tensor) -> bool:
@@ -624,7 +636,10 @@ class PrivateOptimizer(Optimizer):
         if loop.engine.name != "hooks":
             held.append("model and criterion keep nothing of one sample outside of the process while they run others")
         planned = loop.planned
-        excluded = ("what the loop prints or does with outputs and losses of training samples",)
+        excluded = (
+            "what the loop prints or does with training samples, their outputs and losses: for instance learning rates "
+            "and settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch",
+        )
         return replace(planned, seeded=loop.ledger.seeded, assumed=(*planned.assumed, *held), excluded=excluded)
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -690,12 +705,7 @@ class PrivateOptimizer(Optimizer):
         batch = loop.expected_batch(mechanism)
         draws = loop.randomness.step()
         mix = loop.rule.name == "mix"
-        if loop.changed_from_outside():
-            raise UnprovedError(
-                "released states come from noisy, mixed steps only",
-                "the model's trained weights were changed from outside since the last step.",
-                "Load weights before make_private, or load the optimizer's state after the model's.",
-            )
+        loop.require_own_weights()
         loop.own = loop.own.add(mechanism)
         loop.save_ledger()
         loop.randomness.advance()  # first: whatever fails or interrupts from here, this noise is not used again
@@ -795,6 +805,12 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None
     if held - own:
         raise UnprovedError(
             SAME_SET, "the optimizer holds parameters that the model does not train.", "Give it the model's only."
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnprovedError(
+            "released states come from noisy, mixed steps only",
+            "the optimizer has hooks of its own around step, which may write to the weights.",
+            "Remove them, and do what they do after step().",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnprovedError(

@@ -137,6 +137,7 @@ class Engine:
         kinds = tuple((name, p.dtype, p.device) for name, p in parameters.items())
         found = (shapes, str(form), kinds, self._modes(), copies)
         if found not in self._passes:
+            self._require_unchanged()
             self._passes[found] = None
             self._passes[found] = ProvedPass(self._model, loss, parameters, inputs, targets, copies)
         return self._passes[found]
@@ -270,12 +271,13 @@ class Engine:
                 kept.append((rest[0], rest[1]))
         else:
             self.remember()
+            self._require_unchanged()
             watch = Watch(self._model, parameters=parameters)
             name = "universal" if self.name == "hooks" else self.name
             with unchanged(parameters):
                 found = ENGINES[name](self._model, loss, parameters, *detached(inputs, targets), copies, kept=kept)
             watch.check()
-            self.remember()
+            self._require_unchanged()
         return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
 
     def remember(self) -> None:
@@ -284,15 +286,17 @@ class Engine:
         Where that code runs for every sample, what a loop, a dataset or an augmentation writes there between two passes
         would reach all of them. Call it before the first sample is seen.
         """
-        if self.name == "hooks":
-            return  # it replays a trace with constants of its own
         self._ready(())  # a twin in another precision takes on the modes
         if self._remembered is None:
             criterion = WatchedFunction(self._loss, "the criterion", self._model)
             self._remembered = Watch(self._model, attributes=True), criterion
-        else:
-            for watch in self._remembered:
-                watch.check()
+        elif self.name != "hooks":  # which replays a trace with constants of its own
+            self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        """Refuse to run the code of model or criterion after something of a sample may have reached it."""
+        for watch in self._remembered or ():
+            watch.check()
 
     def _compiled_sum(
         self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int
