@@ -117,7 +117,8 @@ class Record:
         settings = config.get("settings")
         if config.get("schema") != SCHEMA or config.get("version") != VERSION or not isinstance(settings, dict):
             raise ModelMixError(
-                f"{path} holds no run that this program can resume (of another version, or damaged): begin a new run."
+                f"{path} holds no run that this program can resume (config.json of another version, or damaged): "
+                "begin a new run."
             )
         ours, theirs = {**self._settings, "seed": self._seed}, {**settings, "seed": config.get("seed")}
         odd = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))

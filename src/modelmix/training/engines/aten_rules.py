@@ -108,14 +108,26 @@ def constant(call: Call) -> Value:
 _FILLS = ("fill_", "copy_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
 
 
-@rule("empty", "new_empty", "empty_like", sizes=("size",))
+@rule("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", sizes=("size", "stride"))
 def uninitialised(call: Call) -> Value:
     """Memory that held something else before; it must be overwritten before anything reads it."""
     users = sorted(call.node.users)
     whole = users and isinstance(users[0].target, torch._ops.OpOverload)
     if not whole or users[0].args[0] is not call.node or users[0].target._opname not in _FILLS:  # type: ignore[union-attr]
         raise call.refuse("the model reads memory that it has not written")
+    if "stride" in call.arguments and not _is_contiguous(call.out):
+        raise call.refuse("places of a tensor may overlap")
     return call.of_shape(call.out.shape)
+
+
+def _is_contiguous(t: torch.Tensor) -> bool:
+    """Whether strides are those of rows behind each other, by their expressions: asking the numbers would guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 # Operations along some dimensions.
