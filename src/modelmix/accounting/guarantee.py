@@ -53,7 +53,7 @@ COVERED = (
     "anything else computed from these without looking at the training data again",
 )
 _NOT_COVERED = (
-    "hyper-parameter tuning on this data, in this run or in earlier ones",
+    "tuning of hyper-parameters on this data, in this run or in earlier ones",
     "several samples of one person: the guarantee is for one sample, and weakens with every further one",
     "finite-precision arithmetic: the proof is about real numbers, the program adds noise in floating point",
     "the checkpoint: it holds the key of the noise still to come and must stay secret",
