@@ -150,10 +150,15 @@ class Guarantee:
             "assumed": list(self.assumed),
         }
 
+    @property
+    def statement(self) -> str:
+        """The number and for whom it holds, in one line."""
+        return f"epsilon {up(self.epsilon)} at delta {self.delta:g} ({self.accountant}). {self.scope}"
+
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"epsilon {up(self.epsilon)} at delta {self.delta:g} ({self.accountant}). {self.scope}",
+                self.statement,
                 *(f"Assumed: {line}." for line in self.assumed),
                 *self.notes,
             ]

@@ -234,7 +234,7 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
 
 def _announce(recipe: Recipe, trainer: Trainer, folder: Path) -> None:
     first = trainer.plan.mechanism_at(1)
-    privacy = "epsilon: not proved" if trainer.ledger.unproved else f"planned {trainer.guarantee}"
+    privacy = "epsilon: not proved" if trainer.ledger.unproved else f"planned {trainer.guarantee.statement}"
     width = f", omega = {first.mixing_width:.4g}" if first.mixed else ""
     print(
         f"{recipe.mechanism} on {recipe.data}, {recipe.model}, {recipe.steps} steps; "
