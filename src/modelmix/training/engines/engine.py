@@ -281,17 +281,15 @@ class Engine:
         return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
 
     def remember(self) -> None:
-        """Refuse if what the code of model and criterion can reach in Python changed since this was first called.
+        """Remember, once, what the code of model and criterion can reach in Python; every pass that runs it compares.
 
-        Where that code runs for every sample, what a loop, a dataset or an augmentation writes there between two passes
-        would reach all of them. Call it before the first sample is seen.
+        What a loop, a dataset or an augmentation writes there between two passes would reach all samples. Call it
+        before the first sample is seen.
         """
         self._ready(())  # a twin in another precision takes on the modes
         if self._remembered is None:
             criterion = WatchedFunction(self._loss, "the criterion", self._model)
             self._remembered = Watch(self._model, attributes=True), criterion
-        elif self.name != "hooks":  # which replays a trace with constants of its own
-            self._require_unchanged()
 
     def _require_unchanged(self) -> None:
         """Refuse to run the code of model or criterion after something of a sample may have reached it."""
