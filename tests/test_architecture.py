@@ -29,6 +29,7 @@ def test_accounting_imports_numbers_only(path):
         "modelmix.accounting",
         "modelmix.errors",
         "modelmix.files",
+        "modelmix.format",
         "numpy",
         "scipy",
         "dp_accounting",

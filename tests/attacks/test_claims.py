@@ -73,7 +73,7 @@ def test_every_command_says_for_whom_and_that_it_is_seeded(run, tmp_path, monkey
     said = " ".join(out.split())
     assert "the contribution of one person is removed (zero-out; the number of samples, 50,000, is public)" in said
     assert "Seeded: for tests only" in said
-    assert "above 1/(10 n)" in said
+    assert "delta = 1e-05 is large for n = " in said
     found = json.loads(run(*command, "--ledger", "seeded.json", "--json")[1])
     assert (found["unit"], found["population"], found["seeded"]) == ("person", 50_000, True)
     code, out, _ = run(*command, "--population", 5000, "--z", 1, "--q", 0.01, "--steps", 20)

@@ -9,6 +9,7 @@ import pytest
 
 import modelmix as mm
 from modelmix.accounting.guarantee import guarantee
+from modelmix.accounting.runs import SCHEMA
 from modelmix.cli import audit as command
 
 HEADER = "audit at delta"
@@ -37,7 +38,7 @@ def test_a_ledger(run, ledger, tmp_path):
 def test_embedded_steps(run, tmp_path, proved):
     found = mm.Ledger().add(mm.EmbeddingMechanism(1.2, 0.5, 3.0), 2)
     (found if proved else mm.Ledger(found.phases, ("raw momentum",))).save(tmp_path / "ledger.json")
-    code, out, error = run("audit", tmp_path, "--quick", "--trials", 5_000, "--delta", 1e-2, "--json")
+    code, out, error = run("audit", tmp_path / "ledger.json", "--quick", "--trials", 5_000, "--delta", 1e-2, "--json")
     assert code == 0, error
     rows = json.loads(out)["audits"]
     assert [row["what"] for row in rows] == ["the mechanism, 2 steps", "the trainer, one step at q = 1"][: 1 + proved]
@@ -45,6 +46,8 @@ def test_embedded_steps(run, tmp_path, proved):
 
 
 def test_a_run_folder_and_its_table(run, ledger):
+    config = {"schema": SCHEMA, "version": 1, "seed": None, "delta": 1e-2}  # of before there were plans
+    ledger.with_name("config.json").write_text(json.dumps(config))
     code, out, _ = run("audit", ledger.parent, "--quick", "--trials", 5_000, "--delta", 1e-2)
     assert code == 0
     assert HEADER in out
@@ -92,7 +95,7 @@ def test_the_released_configuration_is_attacked_where_it_is_weak(run, tmp_path):
     """What is claimed here is the account of mixing that norm layers do not get."""
     mechanism = mm.Mechanism(0.307, 0.5, 400.0, p=100)
     mm.Ledger(unproved=("norm layers are not mixed",)).add(mechanism, 20).save(tmp_path / "ledger.json")
-    code, out, error = run("audit", tmp_path, "--quick", "--delta", 1e-2, "--trials", 100, "--json")
+    code, out, error = run("audit", tmp_path / "ledger.json", "--quick", "--delta", 1e-2, "--trials", 100, "--json")
     assert code == 1, error  # refuted
     found = json.loads(out)
     assert found["proved"] is False

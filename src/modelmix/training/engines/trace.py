@@ -34,8 +34,9 @@ from modelmix.training.engines.universal import Loss
 from modelmix.training.gradients import Gradients
 from modelmix.training.guard import ALONE
 
-_HINTS = ((7, 11, 13, 17, 19), (67, 71, 73, 79, 83))
+_HINTS = ((7, 5, 3, 11, 13, 17, 19), (67, 71, 73, 79, 83))
 """Numbers of samples that the two traces are made with; the first of each that is no size of a tensor at hand."""
+_FEW = 16  # rows; torch asks whether a convolution has fewer, so the first trace should and the second should not
 
 _SMALL = 4096  # entries of a constant that are compared
 _ZEROED: dict[Any, Any] = {
@@ -168,10 +169,9 @@ def per_sample(
 ) -> dict[str, Gradients]:
     """The gradient of every sample, by parameter, from a pass that is proved on the spot."""
     try:
-        proved = ProvedPass(model, loss, parameters, inputs, targets, copies)
+        return ProvedPass(model, loss, parameters, inputs, targets, copies).gradients(parameters, inputs, targets)[0]
     except MeetingError as reason:
         raise unproved(reason) from reason
-    return proved.gradients(parameters, inputs, targets)[0]
 
 
 def unproved(reason: Any) -> UnprovedError:
@@ -223,7 +223,8 @@ def _traced(model: nn.Module, loss: Loss, case: Any, copies: int, hints: tuple[i
     flat, form = tree_flatten(case)
     count = len(case[0])
     taken = {size for t in (*flat, *model.buffers(), *model.parameters()) for size in t.shape}
-    hint = next((h for h in hints if h not in taken and h * copies not in taken), hints[-1])
+    free = [h for h in hints if h not in taken and h * copies not in taken] or [hints[-1]]
+    hint = next((h for h in free if h * copies < _FEW), free[0])
     symbol, shapes, fake = _fake(flat, count, copies, hint)
     kept: dict[str, Any] = {}
 
