@@ -46,23 +46,45 @@ def test_a_state_that_cost_more_than_the_plan_foresees_is_refused(spent):
     dear = loop(plan(0.5, 10))
     go(*dear, 10)
     cheap = loop(plan(20.0, 100, spent))
-    with pytest.raises(mm.BudgetExceeded, match="what has run costs"):
+    with pytest.raises(mm.BudgetExceeded, match="does not go on with"):
         cheap[1].load_state_dict(dear[1].state_dict())
 
 
 def test_a_ledger_file_of_another_plan_is_not_forgotten(tmp_path):
     go(*loop(plan(0.5, 10), ledger=tmp_path / "l.json"), 10)
-    with pytest.raises(mm.BudgetExceeded, match="what has run costs"):
+    with pytest.raises(mm.BudgetExceeded, match="does not go on with"):
         loop(plan(20.0, 100), ledger=tmp_path / "l.json")
 
 
-def test_what_was_spent_stays_when_a_state_of_another_run_is_loaded():
+def test_a_state_is_loaded_by_a_loop_that_spent_the_same_before():
     spent = mm.Ledger().add(mm.Mechanism(20.0, 1.0), 5)
-    other = loop(plan(20.0, 10))
+    other = loop(plan(20.0, 10, spent))
     go(*other, 10)
+    with pytest.raises(mm.BudgetExceeded, match="does not go on with"):
+        loop(plan(20.0, 100))[1].load_state_dict(other[1].state_dict())
     here = loop(plan(20.0, 100, spent))
     here[1].load_state_dict(other[1].state_dict())
     assert here[1].ledger.steps == 15
+
+
+@pytest.mark.parametrize("by", ["file", "state"])
+def test_a_shorter_plan_does_not_take_the_place_of_the_one_that_ran(tmp_path, by):
+    """50 of 1,000 steps and then a plan of 51: 7.2 was printed for 20.6."""
+    file = tmp_path / "l.json" if by == "file" else None
+    first = loop(plan(5.0, 100), ledger=file)
+    go(*first, 5)
+    state = first[1].state_dict()
+
+    def again(steps):
+        later = loop(plan(5.0, steps), ledger=file)
+        if by == "state":
+            later[1].load_state_dict(state)
+        return later[1]
+
+    with pytest.raises(mm.BudgetExceeded, match="does not go on with"):
+        again(6)
+    assert again(100).guarantee.epsilon == plan(5.0, 100).guarantee().epsilon
+    assert again(120).guarantee.epsilon > plan(5.0, 100).guarantee().epsilon
 
 
 def test_two_loops_do_not_write_one_ledger_file(tmp_path):

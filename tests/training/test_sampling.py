@@ -702,7 +702,7 @@ def test_an_item_that_does_not_come_back_was_not_changed_by_the_row():
 
 
 def found(holder, n, **how):
-    return [tuple(t.shape) for t in sampling._arrays(holder, n, **how)]
+    return [tuple(t.shape) for t in sampling.arrays_of(holder, n, **how)]
 
 
 def test_where_rows_are_looked_for():

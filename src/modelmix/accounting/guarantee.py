@@ -45,6 +45,11 @@ SEPARATE_ROWS = (
     "every row of the training data was made from one sample alone, e.g. not normalised with the mean of the whole "
     "dataset"
 )
+PUBLIC_START = (
+    "the model, its initial weights, the criterion and the settings were chosen without these samples, or spent "
+    "counts what the choice cost"
+)
+PRECONDITIONS = (SEPARATE_ROWS, PUBLIC_START)
 """What nobody can prove from outside: it is printed with the guarantee of every run."""
 COVERED = (
     "every released state, one after each step, and all of them together",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.mechanism import Mechanism
@@ -46,6 +47,24 @@ def check_model(model: nn.Module) -> None:
                 f"{where} keeps running statistics of the training data without noise.",
                 "Use track_running_stats=False.",
             )
+
+
+def check_public_model(model: nn.Module, samples: Iterable[Tensor]) -> None:
+    """Refuse a model that holds training samples: a support set, a memory bank, a normaliser made of them.
+
+    What lies in the memory of the samples is seen; a copy of them is not.
+    """
+    taken = {t.untyped_storage().data_ptr() for t in samples if t.numel()}
+    for path, module in model.named_modules():
+        inside = {**vars(module), **module._buffers, **module._parameters}
+        for name, value in inside.items():
+            held = isinstance(value, Tensor) and value.numel() and value.layout == torch.strided
+            if held and value.untyped_storage().data_ptr() in taken:
+                raise UnprovedError(
+                    ALONE,
+                    f"the model holds training samples as {'.'.join(filter(None, (path, name)))}.",
+                    "What a model starts with must be public, or paid for and counted by spent.",
+                )
 
 
 def check_mechanism(mechanism: Mechanism, coordinates: int, embedded: bool = False) -> None:

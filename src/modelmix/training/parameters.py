@@ -70,10 +70,13 @@ class FlatParameters:
         return torch.cat([state[name].detach().reshape(-1).double().to(first.device) for name in self._parameters])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The vector as the model's parameters, by name, in the model's precision."""
+        """The vector as the model's parameters, by name, in the model's precision: a copy, whatever that is.
+
+        A pass that writes to what it is given is refused after it has; what it wrote to must be nobody's state.
+        """
         parameters = self._parameters
         dtypes = {p.dtype for p in parameters.values()}
-        vector = vector.to(dtypes.pop()) if len(dtypes) == 1 else vector
+        vector = vector.to(dtypes.pop(), copy=True) if len(dtypes) == 1 else vector.clone()
         pieces = torch.split(vector, self.sizes)
         return {
             name: piece.view(p.shape).to(p.dtype) for (name, p), piece in zip(parameters.items(), pieces, strict=True)

@@ -16,12 +16,15 @@ gradients that did not come from the criterion are refused. The model keeps its 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import threading
 import types
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,27 +36,29 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from modelmix.accounting.guarantee import SEPARATE_ROWS, Guarantee
+from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
-from modelmix.accounting.runs import plan_beside
+from modelmix.accounting.runs import plan_beside, read_object
 from modelmix.accounting.validation import positive, whole
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.files import write_atomically
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.guard import ALONE, check_mechanism, check_model, require_one_process
+from modelmix.training.guard import ALONE, check_mechanism, check_model, check_public_model, require_one_process
 from modelmix.training.memory import SAME_SET, Watch, tensor_contents
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.rules import Rule, State, noise, take_step
 from modelmix.training.sampling import (
     POISSON,
+    Items,
     SeparateCollate,
     _Lazy,
     _pair,
+    arrays_of,
     check_items_alone,
     say_what_does_not_fit,
 )
@@ -200,7 +205,8 @@ class _Loop:
         for phase in plan.phases:
             check_mechanism(phase.mechanism, self.flat.size)
         plan.require_signal()
-        self.n, self.plan, self.model, self.loss = n, plan, model, loss
+        self.n, self.plan, self.model, self.loss, self.optimizer = n, plan, model, loss, optimizer
+        self.alone = threading.Lock()
         asked, expected = loader.batch_size, plan.expected_batch(1)
         if asked is not None and asked < n and abs(asked - expected) >= 1:
             raise ModelMixError(
@@ -216,6 +222,7 @@ class _Loop:
             )
         _check_optimizer(optimizer, model, self.rule)
         check_items_alone(loader.dataset)
+        check_public_model(model, arrays_of(loader.dataset, n))
         self.collate = SeparateCollate(loader.collate_fn, loader.dataset[0])
         probe = _pair(self.collate([loader.dataset[0]])[0])  # its shapes and dtypes, which are public
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
@@ -226,14 +233,17 @@ class _Loop:
         self.claim = replace(plan.ledger, phases=(), seeded=seed is not None)
         self.earlier = self._before()  # what ran before this loop was made
         self.own = self.claim  # what ran in it
-        self.runs = {self.name}  # whose lines are in either
+        self.runs: dict[str, float] = {self.name: math.inf}  # how many lines of each run are in either
+        self.base: str | None = None  # the run that all of ``earlier`` is of, where it is of one
         self.file = None if ledger is None else Path(ledger)
         self.written_ledger: str | None = None
         if self.file is not None and self.file.exists():
             self.written_ledger = self.file.read_text(encoding="utf-8")
+            if plan_beside(self.file).exists():
+                self._require_goes_on(Plan.from_dict(read_object(plan_beside(self.file))))
             self._take_on(Ledger.load(self.file), same=True)
-            with suppress(OSError, ValueError):
-                self.runs |= set(json.loads(self._names().read_text(encoding="utf-8")))
+            with suppress(OSError, ValueError, TypeError):
+                self.runs |= {str(k): int(v) for k, v in json.loads(self._names().read_text(encoding="utf-8")).items()}
         start = self.flat.read()
         self.state = State(start, start, torch.zeros_like(start))
         self.forget_draw()
@@ -254,22 +264,25 @@ class _Loop:
         self.passed: _Pass | None = None
 
     def wrote(self) -> None:
-        """Remember the trained weights as a step, or the loading of a state, has left them."""
-        self.written, self.values = self.flat.versions(), self._values()
+        """Remember the trained weights and the optimizer's memory as a step, or the loading of a state, left them."""
+        self.values = self._values()
 
-    def _values(self) -> list[Any]:
-        return [value for _, value in tensor_contents([p for p in self.model.parameters() if p.requires_grad])]
-
-    def changed_from_outside(self) -> bool:
-        """Whether trained weights have other values than the last step left; they may go and come back."""
-        return self.flat.versions() != self.written and self._values() != self.values
+    def _values(self) -> Any:
+        """What changes with any trained weight and any entry of the optimizer's memory, however it was written to."""
+        weights = [p.detach() for p in self.model.parameters() if p.requires_grad]
+        memory = tree_leaves([self.optimizer.state.get(p, {}) for p in self.model.parameters() if p.requires_grad])
+        tensors = [t for t in memory if isinstance(t, Tensor)]
+        found = [value for _, value in tensor_contents([*weights, *tensors])]
+        rest = [value for value in memory if not isinstance(value, Tensor)]
+        return found[: len(weights)], (found[len(weights) :], rest)
 
     def require_own_weights(self) -> None:
         """Refuse weights that no step has made: they may have been written by looking at the batch."""
-        if self.changed_from_outside():
+        if self._values() != self.values:
             raise UnprovedError(
                 "released states come from noisy, mixed steps only",
-                "the model's trained weights were changed from outside since the last step.",
+                "the model's trained weights, or what the optimizer remembers of them, were changed from outside since "
+                "the last step.",
                 "Load weights before make_private, or load the optimizer's state after the model's.",
             )
 
@@ -279,13 +292,27 @@ class _Loop:
 
     def take_on(self, private: dict[str, Any]) -> None:
         """Count what another loop, or this one before, has run, as its state says."""
-        try:
-            ledger, run, spent = Ledger.from_json(private["ledger"]), str(private["run"]), str(private["spent"])
-        except KeyError as error:
-            raise ModelMixError(f"this state dict has no {error}: it is not one of a private optimizer.") from None
-        if run not in self.runs:  # otherwise all of it is counted already, with what has run since
-            self._take_on(ledger, same=spent == self.plan.spent.to_json() and self.earlier == self._before())
-            self.runs.add(run)
+        ledger, run, spent = Ledger.from_json(private["ledger"]), str(private["run"]), str(private["spent"])
+        if ledger.steps <= self.runs.get(run, -1):
+            return  # all of it is counted already, with what has run since
+        self._require_goes_on(Plan.from_dict(private["plan"]))
+        first = spent == self.plan.spent.to_json() and self.earlier == self._before()
+        self._take_on(ledger, same=first or run == self.base)
+        self.base = run if self.earlier == ledger else None
+        self.runs[run] = ledger.steps
+
+    def _require_goes_on(self, before: Plan) -> None:
+        """Refuse a plan that does not go on with an earlier loop's.
+
+        A loop that was stopped counts as its plan: its number of steps may have been chosen by looking at them.
+        """
+        if not self.plan.extends(before):
+            raise BudgetExceeded(
+                f"an earlier loop over these samples planned {before.steps:,} steps, and this plan does not go on with "
+                "that one: make the plan it was made with, or a longer one (plan.extended). Or begin a new loop with "
+                "another ledger file, with the model's weights alone and with what the earlier one counts as "
+                "(mm.load_claim(FILE).ledger, optimizer.plan.ledger) as spent in mm.plan(...)."
+            )
 
     def _before(self) -> Ledger:
         return self.plan.spent.then(self.claim)
@@ -301,13 +328,45 @@ class _Loop:
         if cost > self.planned.epsilon * (1 + 1e-9):
             raise BudgetExceeded(
                 f"what has run costs epsilon {cost:.6g} with this plan, which foresees {self.planned.epsilon:.6g}: "
-                "give the earlier ledger as spent in mm.plan(...), or the plan it was run with."
+                "give what it counts as (mm.load_claim(FILE).ledger, optimizer.plan.ledger) as spent in mm.plan(...), "
+                "or the plan it was run with."
             )
         self.earlier = earlier
 
     def _names(self) -> Path:
         assert self.file is not None
         return self.file.with_name(self.file.name + ".runs")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the loop for one thread: a draw makes one step, in one thread."""
+        if not self.alone.acquire(blocking=False):
+            raise ModelMixError("this loop is running in another thread: a draw makes one step, in one thread.")
+        try:
+            yield
+        finally:
+            self.alone.release()
+
+    def seal(self, private: dict[str, Any], own: dict[str, Any]) -> str:
+        """A digest of a saved state; it catches changes, not forgery.
+
+        Args:
+            own: the state dict of the optimizer within, of which its memory counts and its settings do not.
+        """
+        return _digest([*(value for name, value in private.items() if name != "digest"), own.get("state")])
+
+    def weights(self) -> str:
+        """A digest of the trained weights, which tells whether they belong to a saved state."""
+        return _digest([p for p in self.model.parameters() if p.requires_grad])
+
+    def require_weights_of(self, private: dict[str, Any]) -> None:
+        """Refuse weights that are neither those of a saved state nor those that the last step has left."""
+        if self.rule.name != "mix" and self._values()[0] != self.values[0] and self.weights() != private["weights"]:
+            raise UnprovedError(
+                "released states come from noisy, mixed steps only",
+                "the model's weights were changed and are not those of this state.",
+                "Load the model's weights of the same moment first, then the optimizer's state.",
+            )
 
     def save_ledger(self) -> None:
         """Write the ledger before a step exists; refuse if somebody else has written to the file."""
@@ -322,7 +381,7 @@ class _Loop:
             )
         write_atomically(plan_beside(self.file), json.dumps(self.plan.as_dict(), indent=1) + "\n")
         self.ledger.save(self.file)
-        write_atomically(self._names(), json.dumps(sorted(self.runs)))
+        write_atomically(self._names(), json.dumps({**self.runs, self.name: self.ledger.steps}, sort_keys=True))
         self.written_ledger = self.file.read_text(encoding="utf-8")
 
     @cached_property
@@ -359,12 +418,13 @@ class _Loop:
         places = _places_in(inputs, self.batch)
         if places is None:
             return self.original(*arguments, **named)
-        if self.passed is None:
-            self._require_one_way(places)
-            form, indices = self.taken
-            own = [t for t in tree_leaves(self.batch) if isinstance(t, Tensor)]
-            self.passed = self._private_pass(tree_unflatten([own[min(i)] for i in indices], form))
-        return self.passed.outputs
+        with self.held():
+            if self.passed is None:
+                self._require_one_way(places)
+                form, indices = self.taken
+                own = [t for t in tree_leaves(self.batch) if isinstance(t, Tensor)]
+                self.passed = self._private_pass(tree_unflatten([own[min(i)] for i in indices], form))
+            return self.passed.outputs
 
     def _require_one_way(self, places: Any) -> None:
         """Refuse a pass that is not made as the first one was: the choice may hang on what is in the batch."""
@@ -422,6 +482,18 @@ class _Loop:
         value = losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
         found: Tensor = _Loss.apply(value, torch.zeros((), requires_grad=True), passed)  # type: ignore[no-untyped-call]
         return found
+
+
+def _digest(tree: Any) -> str:
+    """Of tensors and of whatever has a printed form, in their order."""
+    digest = hashlib.sha256()
+    for part in tree_leaves(tree):
+        if isinstance(part, Tensor):
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(part).encode())
+    return digest.hexdigest()
 
 
 def _places_in(given: Any, batch: Any) -> Any:
@@ -537,7 +609,8 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         loop, loader = self._loop, self._loader
         parts: deque[_Part] = deque()
-        begun, first = loop.added, loop.ledger.steps - loop.plan.spent.steps + 1
+        with loop.held():
+            begun, first = loop.added, loop.ledger.steps - loop.plan.spent.steps + 1
         loop.plan.require(first)
         count = min(len(self), loop.plan.steps - first + 1)  # an epoch, or what is left of the plan
 
@@ -556,7 +629,7 @@ class PrivateLoader:
                     yield piece.tolist()
 
         batches = DataLoader(
-            loader.dataset,
+            Items(loader.dataset),
             batch_sampler=_Lazy(ordered()),
             num_workers=loader.num_workers,
             collate_fn=loop.collate,
@@ -564,6 +637,13 @@ class PrivateLoader:
             worker_init_fn=loader.worker_init_fn,
         )
         for batch, fits in batches:
+            self._give_out(parts, batch, fits)
+            yield batch
+
+    def _give_out(self, parts: deque[_Part], batch: Any, fits: Tensor) -> None:
+        """Make a batch that has arrived the draw of the moment."""
+        loop = self._loop
+        with loop.held():
             if loop.pending is not None:
                 raise UnprovedError(
                     ONE_DRAW,
@@ -592,7 +672,6 @@ class PrivateLoader:
             loop.pending, loop.passed = replace(part, weights=part.weights * fits), None
             # Copies of our own: what the loop does to its batch in place must not pass for the batch.
             loop.batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (inputs, targets))
-            yield batch
 
 
 class PrivateCriterion:
@@ -632,7 +711,7 @@ class PrivateOptimizer(Optimizer):
     def guarantee(self) -> Guarantee:
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
-        held = [SEPARATE_ROWS]
+        held = [*PRECONDITIONS]
         if loop.engine.name != "hooks":
             held.append("model and criterion keep nothing of one sample outside of the process while they run others")
         planned = loop.planned
@@ -690,12 +769,27 @@ class PrivateOptimizer(Optimizer):
             )
         if not loop.passed.finished:
             raise ModelMixError("step() found no gradients: call backward() on the criterion's loss first.")
-        part, passed = loop.pending, loop.passed
-        # In this order: wherever an interrupt falls, no part is added twice.
-        loop.pending, loop.passed, loop.batch = None, None, None
-        loop.added, loop.total = loop.added + 1, loop.total + passed.summed.total
-        if part.last:
-            self._complete()
+        with loop.held():
+            part, passed = loop.pending, loop.passed
+            if part is None or passed is None:
+                raise ModelMixError("another thread has stepped on this draw: a draw makes one step, in one thread.")
+            if part.last:
+                self._check_settings()
+            # In this order: wherever an interrupt falls, no part is added twice.
+            loop.pending, loop.passed, loop.batch = None, None, None
+            loop.added, loop.total = loop.added + 1, loop.total + passed.summed.total
+            if part.last:
+                self._complete()
+
+    def _check_settings(self) -> None:
+        """Refuse settings that make no step, before the draw is used up: throwing draws away is a choice among them."""
+        group = self.param_groups[0]
+        eta, decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+        if self._loop.rule.name == "mix" and not 0 < eta < math.inf:
+            raise ModelMixError(f"a learning rate of {eta:g} makes no step: it must be above 0.")
+        if not 0 <= decay < math.inf:
+            raise ModelMixError(f"weight_decay = {decay:g} is not allowed: it must be at least 0 and finite.")
+        self._loop.step_mechanism(eta)
 
     def _complete(self) -> None:
         loop = self._loop
@@ -741,15 +835,21 @@ class PrivateOptimizer(Optimizer):
         loop = self._loop
         if loop.pending is not None or loop.added:
             raise ModelMixError("a draw is half done: save after optimizer.step().")
+        if loop.rule.name != "mix":  # with mixing the weights are those of the state
+            loop.require_own_weights()
         private = {
             "ledger": loop.ledger.to_json(),
             "run": loop.name,
             "spent": loop.plan.spent.to_json(),
+            "plan": loop.plan.as_dict(),
             "last": loop.state.last.clone(),
             "previous": loop.state.previous.clone(),
             "velocity": loop.state.velocity.clone(),
+            "weights": loop.weights(),
         }
-        return {**self._original.state_dict(), "modelmix": private}
+        own = self._original.state_dict()
+        private["digest"] = loop.seal(private, own)
+        return {**own, "modelmix": private}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, here or elsewhere, with fresh noise; what ran since it was saved stays in the ledger."""
@@ -764,8 +864,19 @@ class PrivateOptimizer(Optimizer):
                 "Take the step and load then; which draws count must not depend on what is in them.",
             )
         loop.randomness.refresh()  # before anything else: the key of a step serves one computation
+        own = {key: value for key, value in state_dict.items() if key != "modelmix"}
+        known = ("ledger", "run", "spent", "plan", "last", "previous", "velocity", "weights")
+        if missing := [name for name in known if name not in private]:
+            raise ModelMixError(f"this state dict has no {missing[0]!r}: it is not one of a private optimizer.")
+        if private.get("digest") != loop.seal(private, own):
+            raise UnprovedError(
+                "released states come from noisy, mixed steps only",
+                "this state was changed since it was saved.",
+                "Load it as optimizer.state_dict() gave it; learning rates may be changed after loading.",
+            )
+        loop.require_weights_of(private)
         loop.take_on(private)
-        self._original.load_state_dict({key: value for key, value in state_dict.items() if key != "modelmix"})
+        self._original.load_state_dict(own)
         self.param_groups, self.state = self._original.param_groups, self._original.state
         device = loop.state.last.device
         last, previous, velocity = (private[name].to(device) for name in ("last", "previous", "velocity"))

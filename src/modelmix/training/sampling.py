@@ -96,6 +96,10 @@ class TensorSource:
             return TensorSource(*tree_map(lambda t: t.to(device), (self.inputs, self.targets)))
         return self
 
+    def arrays(self) -> list[Tensor]:
+        """The tensors in which samples lie."""
+        return self._leaves
+
     def head(self, count: int) -> tuple[Any, Any]:
         """The first samples."""
         return tree_map(lambda t: t[:count], self.inputs), tree_map(lambda t: t[:count], self.targets)
@@ -138,6 +142,10 @@ class DatasetSource:
     def to(self, device: torch.device) -> DatasetSource:
         return self
 
+    def arrays(self) -> list[Tensor]:
+        """The tensors in which samples lie, as far as they can be found."""
+        return arrays_of(self.dataset, self.n)
+
     def head(self, count: int) -> tuple[Any, Any]:
         assert self._collate is not None
         return _pair(self._collate([self.dataset[i] for i in range(min(count, self.n))])[0])
@@ -157,7 +165,7 @@ class DatasetSource:
 
         batches = _Lazy(ordered())
         loader = iter(
-            DataLoader(self.dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=self._collate)
+            DataLoader(Items(self.dataset), batch_sampler=batches, num_workers=self.workers, collate_fn=self._collate)
         )
         arrived: deque[Any] = deque()
         while True:
@@ -260,7 +268,8 @@ def _digest_of(sample: Any, salt: bytes = b"") -> bytes:
 
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
-        return value
+        plain: Tensor = _plain(value)
+        return plain
     try:
         return torch.from_numpy(np.ascontiguousarray(value))
     except TypeError:
@@ -289,7 +298,7 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
         UnprovedError: if several items change with one row.
     """
     n = len(dataset)  # type: ignore[arg-type]
-    if n < 2 or sum(t.numel() * t.element_size() for t in _arrays(dataset, n)) > _COPIED:
+    if n < 2 or sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
         return
     try:
         twin = copy.deepcopy(dataset)
@@ -302,7 +311,7 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
 
     looked = sorted({*range(0, n, max(1, n // _TRIED)), n - 1})
     once, again = read(looked), read(looked)
-    for t, changed in itertools.product(_arrays(twin, n), (0, n - 1)):
+    for t, changed in itertools.product(arrays_of(twin, n), (0, n - 1)):
         row = t[changed].clone()
         moved = [i for i in looked if once[i] == again[i]]
         for _ in range(_REPEATED):
@@ -348,7 +357,7 @@ def _same_draws() -> Iterator[Callable[[], None]]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _arrays(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) -> list[Tensor]:
+def arrays_of(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) -> list[Tensor]:
     """Tensors that a dataset and those within it keep with at least one row for every item."""
     met = set() if met is None else met
     if depth < 0 or id(holder) in met:
@@ -365,7 +374,23 @@ def _arrays(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) ->
         inside = list(holder[:_LOOKED_AT])
     else:
         inside = list(vars(holder).values()) if hasattr(holder, "__dict__") and not callable(holder) else []
-    return [t for value in inside for t in _arrays(value, n, depth - 1, met)]
+    return [t for value in inside for t in arrays_of(value, n, depth - 1, met)]
+
+
+class Items(Dataset[Any]):
+    """The items of a dataset, each read by its own index.
+
+    torch gives a whole draw to a dataset that has ``__getitems__``, where samples could meet; this one has none.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
 
 
 class SeparateCollate:
@@ -386,6 +411,7 @@ class SeparateCollate:
     def __init__(self, collate_fn: Callable[[list[Any]], Any] | None, first: Any) -> None:
         usual = collate_fn is None or collate_fn is torch.utils.data.default_collate
         self._collate = torch.utils.data.default_collate if usual or collate_fn is None else collate_fn
+        first = tree_map(_plain, first)
         self._alike = _raw_form(first) if usual else None
         self._rows, self._form = tree_flatten(self._collate([first]))
         if not self._rows or not all(isinstance(t, Tensor) for t in self._rows):
@@ -397,6 +423,7 @@ class SeparateCollate:
         self._rows = [torch.zeros_like(t) for t in self._rows]
 
     def __call__(self, items: list[Any]) -> tuple[Any, Tensor]:
+        items = [tree_map(_plain, item) for item in items]
         if self._alike is not None and all(_raw_form(item) == self._alike for item in items):
             return self._collate(items), torch.ones(len(items), dtype=torch.float64, device="cpu")
         memory = WatchedFunction(self._collate, "collate_fn")
@@ -417,6 +444,11 @@ class SeparateCollate:
         if any(t.shape != own.shape or not _converts(t, own) for t, own in zip(leaves, self._rows, strict=True)):
             return None
         return [t.to(own.dtype) for t, own in zip(leaves, self._rows, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """A tensor without the methods of a subclass, which could answer for a whole batch."""
+    return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) is not Tensor else value
 
 
 def say_what_does_not_fit(fits: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.guarantee import SEPARATE_ROWS, Guarantee, quick_epsilon
+from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee, quick_epsilon
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
@@ -36,7 +36,7 @@ from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.evaluation import evaluate, evaluating, is_classification
-from modelmix.training.guard import check_mechanism, check_model, require_one_process
+from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_one_process
 from modelmix.training.identity import code_digest
 from modelmix.training.memory import Watch, WatchedFunction
 from modelmix.training.parameters import FlatParameters
@@ -158,6 +158,7 @@ class Trainer:
             self._rule.check(one)
         if isinstance(self._source, DatasetSource):
             check_items_alone(self._source.dataset)
+        check_public_model(model, self._source.arrays())
         self._classes = self._count_classes()
         self._check_samples()
         if engine is not None:
@@ -515,7 +516,7 @@ class Trainer:
 
     def _preconditions(self) -> list[str]:
         """What nobody can prove from outside."""
-        out = [SEPARATE_ROWS]
+        out = [*PRECONDITIONS]
         if self._engine.name != "hooks":
             out.append("the model keeps nothing of one sample outside of the process while it runs the others")
         return out

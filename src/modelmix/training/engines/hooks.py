@@ -24,6 +24,7 @@ from modelmix.training.engines.layers import (
     Values,
     any_layer,
     cannot_follow,
+    frozen,
     is_standardised,
     linear,
     rule_for,
@@ -149,7 +150,9 @@ class Capture:
             return None
         if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
             raise cannot_follow(module, "it needs layers of one tensor in and one out")
-        return self._follow(module, arguments[0], output, partial(rule_for(module) or any_layer, module))
+        rule = rule_for(module)
+        known = partial(any_layer, module) if rule is None else partial(rule, frozen(module))
+        return self._follow(module, arguments[0], output, known)
 
     def _project(self, layer: nn.Module, x: Tensor, weight: str, bias: str, rows: slice) -> Tensor:
         """Some rows of a matrix of ``layer`` times x, for modules that use their matrices without calling layers."""

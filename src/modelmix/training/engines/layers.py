@@ -7,9 +7,10 @@ trained parameter of the layer the gradient of each sample, summed over its rows
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -249,6 +250,27 @@ def rule_for(layer: nn.Module) -> Rule | None:
         return reparametrised if names <= {*computed, "bias"} else None
     special = isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq)
     return RULES.get(type(layer)) if names <= {"weight", "bias"} and not special else None
+
+
+_STATE = ("_parameters", "_buffers", "_modules")
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def frozen(layer: Layer) -> Layer:
+    """Copy a layer with the settings it has now: what becomes of its own later does not reach a rule.
+
+    A pass that was proved is replayed without the model's code, and rules read eps, padding or groups while it runs.
+    Parameters are shared, hooks are left behind.
+    """
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if name in _STATE:
+            vars(twin)[name] = dict(value)
+        elif "hook" in name:
+            vars(twin)[name] = type(value)() if isinstance(value, dict | set) else value
+        else:
+            vars(twin)[name] = copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+    return twin
 
 
 class _Bare(nn.Module):

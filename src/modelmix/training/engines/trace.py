@@ -101,6 +101,7 @@ class ProvedPass:
         # The graph is one and proved for both; which numbers of samples that covers is what the traces supposed.
         self._supposed = [_suppositions(trace) for trace in traces]
         self._holds: dict[int, bool] = {}
+        self._block = traces[-1].hint  # samples for which a trace holds whatever it has supposed
         tensors = sum(leaf is None for leaf in one.leaves)
         if any(self._dims[tensors:]):
             raise MeetingError("a layer does not have the samples first")
@@ -119,7 +120,8 @@ class ProvedPass:
 
         A parameter that is not used is missing.
         """
-        if self._is_one(inputs, targets):
+        parts = self._parts(inputs, targets)
+        if len(parts) > 1 or parts[0][0] != parts[0][1]:
             uses, outputs, losses = self.uses(parameters, inputs, targets)
             return hooks.add_up(use.gradients(parameters) for use in uses), outputs, losses
         found, outputs, losses = self._replay(self._take, parameters, inputs, targets)
@@ -131,37 +133,60 @@ class ProvedPass:
         found = iter(seen)
         return [replace(use, seen=tuple(islice(found, count))) for use, count in self._uses], outputs, losses
 
-    def holds_for(self, inputs: Any, targets: Any) -> bool:
+    def holds_for(self, samples: int) -> bool:
         """Whether the proof covers this number of samples: whether one of the traces has supposed nothing else."""
-        samples = max(2, tree_leaves((inputs, targets))[0].shape[0] // self._copies)
         if samples not in self._holds:
-            self._holds[samples] = any(
+            self._holds[samples] = samples > 1 and any(
                 all(part.xreplace({symbol: sympy.Integer(samples)}) == sympy.true for part in parts)
                 for symbol, parts in self._supposed
             )
         return self._holds[samples]
 
-    def _is_one(self, inputs: Any, targets: Any) -> bool:
-        return bool(tree_leaves((inputs, targets))[0].shape[0] == self._copies)
+    def _parts(self, inputs: Any, targets: Any) -> list[tuple[int, int]]:
+        """How a chunk is run: (samples, samples with padding) of each part, every one of which the proof covers.
+
+        A chunk for which the traces do not speak runs in parts for which they do. Another engine would be a choice by
+        the number of samples, which is private.
+        """
+        samples = int(tree_leaves((inputs, targets))[0].shape[0]) // self._copies
+        if self.holds_for(samples):
+            return [(samples, samples)]
+        if samples == 1 and self.holds_for(2):  # a size of one means other things to torch
+            return [(1, 2)]
+        return [(min(self._block, samples - start), self._block) for start in range(0, samples, self._block)]
 
     def _replay(
         self, module: fx.GraphModule, parameters: dict[str, Tensor], inputs: Any, targets: Any
     ) -> tuple[list[Any], Any, Tensor]:
-        if not self.holds_for(inputs, targets):
-            raise MeetingError("it was proved for other numbers of samples only")
-        given, one = tree_leaves((inputs, targets)), self._is_one(inputs, targets)
+        given, parts = tree_leaves((inputs, targets)), self._parts(inputs, targets)
         if not self._any_layout:
             given = [t.contiguous() for t in given]
-        if one:  # the trace holds for two samples and more: a size of one means other things to torch
-            given = [torch.cat([t, t]) for t in given]
+        values = [parameters[name] for name in self._names]
         with torch.no_grad():
-            out = module(*(parameters[name] for name in self._names), *given)
-        if one:
-            out = [_half(t, dim) for t, dim in zip(out, self._dims, strict=True)]
+            if len(parts) == 1 and parts[0][0] == parts[0][1]:
+                out = module(*values, *given)
+            else:
+                out = self._joined(module, values, given, parts)
         tensors = iter(out)
         leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
         losses = next(tensors)
         return list(tensors), tree_unflatten(leaves, self._form), losses
+
+    def _joined(
+        self, module: fx.GraphModule, values: list[Tensor], given: list[Tensor], parts: list[tuple[int, int]]
+    ) -> list[Tensor]:
+        """The results of a chunk from those of its parts, which are padded with their first sample."""
+        found, start, k = [], 0, self._copies
+        for samples, padded in parts:
+            rows = [t[start * k : (start + samples) * k] for t in given]
+            rows = [torch.cat([t, *[t[:k]] * (padded - samples)]) for t in rows]
+            out = module(*values, *rows)
+            found.append([_cut(t, dim, samples, padded) for t, dim in zip(out, self._dims, strict=True)])
+            start += samples
+        return [
+            parts[0] if dim is None else torch.cat(parts, dim)
+            for parts, dim in zip(zip(*found, strict=True), self._dims, strict=True)
+        ]
 
 
 def per_sample(
@@ -215,8 +240,9 @@ def _suppositions(trace: _Trace) -> tuple[Any, list[Any]]:
     return trace.samples, [guard.expr for guard in shapes.guards]
 
 
-def _half(t: Tensor, dim: int | None) -> Tensor:
-    return t if dim is None else t.narrow(dim, 0, t.shape[dim] // 2)
+def _cut(t: Tensor, dim: int | None, samples: int, padded: int) -> Tensor:
+    """The rows of samples that are no padding."""
+    return t if dim is None else t.narrow(dim, 0, t.shape[dim] // padded * samples)
 
 
 def _traced(model: nn.Module, loss: Loss, case: Any, copies: int, hints: tuple[int, ...]) -> _Trace:
