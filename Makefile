@@ -31,10 +31,10 @@ bench: $(READY)  ## speed of the accountant and of training
 mutants: $(READY)  ## which bugs in the accountant no test would see; MUTANTS='--files training/rules.py' asks for others
 	$(BIN)/python tools/mutants.py --jobs 2 $(MUTANTS)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./lab
 	touch $(READY)
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) results runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) results runs build dist src/*.egg-info lab/src/*.egg-info lab/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

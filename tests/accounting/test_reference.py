@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import reference_cases
+from reference import reference_cases
 
 import modelmix as mm
 

@@ -89,15 +89,3 @@ def test_nonsense(run, ledger, arguments):
     code, out, error = run("audit", *(ledger if a == "LEDGER" else a for a in arguments))
     assert (code, out) == (2, "")
     assert error.count("\n") == 1
-
-
-def test_the_released_configuration_is_attacked_where_it_is_weak(run, tmp_path):
-    """What is claimed here is the account of mixing that norm layers do not get."""
-    mechanism = mm.Mechanism(0.307, 0.5, 400.0, p=100)
-    mm.Ledger(unproved=("norm layers are not mixed",)).add(mechanism, 20).save(tmp_path / "ledger.json")
-    code, out, error = run("audit", tmp_path / "ledger.json", "--quick", "--delta", 1e-2, "--trials", 100, "--json")
-    assert code == 1, error  # refuted
-    found = json.loads(out)
-    assert found["proved"] is False
-    norm = next(row for row in found["audits"] if "norm" in row["what"])
-    assert norm["epsilon"] > norm["claimed"]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
-from conftest import reference_cases
+from reference import reference_cases
 
 import modelmix as mm
 from modelmix.cli.show import as_json, up
@@ -226,7 +226,6 @@ NONSENSE = {
     "empty axis": (["curve", "--from", 10, "--to", 10, "--z", 1, "--q", 0.1], "greater than"),
     "bad orders": (["epsilon", "--orders", "2,x", *RESNET], "--orders"),
     "order one": (["epsilon", "--orders", "1", *RESNET], "greater than 1"),
-    "unknown figure": (["reproduce", "fig9"], "fig3"),
     "negative claim": (["verify", "{ledger}", "--claim", -1], "0 or more"),
 }
 
@@ -263,7 +262,7 @@ def test_spoiled_ledgers_end_in_one_line(run, tmp_path, spoil, command):
     assert str(book) in err
 
 
-@pytest.mark.parametrize("command", ["epsilon", "calibrate", "compare", "curve", "verify", "reproduce"])
+@pytest.mark.parametrize("command", ["epsilon", "calibrate", "compare", "curve", "verify"])
 def test_every_command_has_help(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -275,7 +274,7 @@ def test_program_help_and_version(run):
     for arguments in ([], ["--help"], ["-h"]):
         code, out, _ = run(*arguments)
         assert code == 0
-        assert "reproduce" in out
+        assert "calibrate" in out
     assert run("--version")[1].strip() == f"modelmix {mm.__version__}"
 
 

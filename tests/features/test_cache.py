@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import modelmix as mm
-from modelmix.features import Scattering, cache, cached, unfinished
+from modelmix.features import cache, cached, unfinished
 from modelmix.features.whitening import Whitened
 
 IMAGES = torch.arange(5 * 1 * 8 * 8, dtype=torch.int64).remainder(251).to(torch.uint8).view(5, 1, 8, 8)
@@ -58,10 +58,6 @@ def test_computed_once(tmp_path, dtype):
     (name,) = files(tmp_path / "new")
     assert np.array_equal(np.load(tmp_path / "new" / name), first.numpy()), "an ordinary .npy file"
     assert (tmp_path / "new" / name).stat().st_mode & 0o077 == 0, "as private as the images"
-
-
-def test_scattering_through_the_cache(tmp_path):
-    assert torch.equal(cached(Scattering(device="cpu"), IMAGES, folder=tmp_path), Scattering(device="cpu")(IMAGES))
 
 
 def test_changing_the_tensor_does_not_change_the_file(tmp_path):

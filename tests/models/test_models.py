@@ -125,11 +125,11 @@ def test_a_network_of_ones_own_with_something_wrong(own, text, function, reason)
 @pytest.mark.parametrize("name", ["resnet", "", ":", "module:", ":function"])
 def test_an_unknown_name_is_told_what_is_allowed(name):
     said = refused(name, (1, 28, 28), 10)
-    assert f"is not known: allowed are {', '.join(NAMES)} or package.module:function" in said
+    assert f"is not known: allowed are {', '.join(NAMES)}" in said
+    assert " or package.module:function" in said
 
 
 def test_networks_that_do_not_fit_their_samples_say_so():
-    assert "takes features 243 x 8 x 8 or 81 x 7 x 7" in refused("scatter-cnn", (3, 32, 32), 10)
     assert "takes images C x H x W" in refused("resnet20", (64,), 10)
     assert "takes images C x H x W" in refused("wrn-16-4", (64,), 10)
 

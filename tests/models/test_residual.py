@@ -7,13 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from modelmix.models.residual import ResNet20, StandardisedConv2d, WideResNet16
-from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 
 NETWORKS = {
     "resnet20": (ResNet20, (3, 32, 32), 269_722),
     "wrn-16-4": (WideResNet16, (3, 32, 32), 2_753_402),
-    "scatter cifar": (scatter_cnn_cifar, (243, 8, 8), 187_210),
-    "scatter grey": (scatter_cnn_grey, (81, 7, 7), 33_066),
 }
 
 

@@ -237,10 +237,3 @@ def test_private_data_are_refused_without_a_budget_and_charged_with_one(run, tmp
     assert code == 2
     assert "belongs to a run" in err
     assert mm.Ledger.load(book).steps == 2
-
-
-def test_the_example_on_the_command_line(run):
-    code, text, _ = run("theory", "example")
-    assert code == 0
-    assert "49.7" in text
-    assert text.count("0.3333") == 2

@@ -18,20 +18,17 @@ from modelmix.cli.calibrate import calibrate
 from modelmix.cli.clip_advice import clip_advice
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
-from modelmix.cli.data import data
 from modelmix.cli.epsilon import epsilon
 from modelmix.cli.once import OnceGroup, Program
-from modelmix.cli.prior import prior
 from modelmix.cli.report import report
-from modelmix.cli.reproduce import reproduce
-from modelmix.cli.results import results
-from modelmix.cli.theory import theory
 from modelmix.cli.train import train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
 
 
-class _Root(OnceGroup):
+class Root(OnceGroup):
+    """The commands of a program."""
+
     def invoke(self, ctx: Any) -> Any:
         # Typer would make exit code 130 of it, the same as of a command that has said itself that it stopped.
         try:
@@ -42,7 +39,7 @@ class _Root(OnceGroup):
 
 app = Program(
     name="modelmix",
-    cls=_Root,
+    cls=Root,
     help="Differential privacy for training, with an epsilon you can check. Every command takes --help.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -67,13 +64,10 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report, reproduce, results, prior)
+_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report)
 _COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
-_GROUPS = {"data": data, "theory": theory}
-for _name, _group in _GROUPS.items():
-    app.add_typer(_group, name=_name)
 
 
 class _ToStderr(logging.Handler):
@@ -84,7 +78,12 @@ class _ToStderr(logging.Handler):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. Every failure a user can cause ends in one line on stderr and exit code 2."""
+    """Entry point."""
+    run_program(app, "modelmix", arguments)
+
+
+def run_program(app: typer.Typer, program: str, arguments: list[str] | None = None) -> NoReturn:
+    """Run a command. Every failure a user can cause ends in one line on stderr and exit code 2."""
     # Threads of torch that spin while they wait make a busy machine many times slower; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     log = logging.getLogger("modelmix")
@@ -94,11 +93,11 @@ def main(arguments: list[str] | None = None) -> None:
     command = typer.main.get_command(app)
     try:
         with _terminable():
-            code = command.main(args=arguments or ["--help"], prog_name="modelmix", standalone_mode=False)
+            code = command.main(args=arguments or ["--help"], prog_name=program, standalone_mode=False)
     except ModelMixError as error:
-        _fail(str(error))
+        _fail(program, str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("modelmix: interrupted.", file=sys.stderr)
+        print(f"{program}: interrupted.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away; leave quietly, and keep Python from complaining at exit.
@@ -108,8 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in (*_COMMANDS, *_GROUPS) else ""
-        _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
+        name = arguments[0] if arguments[0] in getattr(command, "commands", ()) else ""
+        _fail(program, f"{message().rstrip('.?')}. See {program} {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -132,6 +131,6 @@ def _terminate(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)  # what a shell says of a process that died of this signal
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"modelmix: error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(program: str, message: str) -> NoReturn:
+    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix import kinds
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
@@ -60,7 +61,7 @@ def audit(
     if by_trainer is not None:
         rows.append({"what": "the trainer, one step at q = 1", "claimed": step_claim, **asdict(by_trainer)})
     if not proved and not any(isinstance(phase.mechanism, EmbeddingMechanism) for phase in ledger.phases):
-        rows += [{"claimed": claimed, **row} for row in _released_bounds(ledger, delta, seed, quick)]
+        rows += [{"claimed": claimed, **row} for attack in kinds.ATTACKS for row in attack(ledger, delta, seed, quick)]
     broken = [row for row in rows if row["epsilon"] > row["claimed"]]
     if json:
         print(show.as_json({"delta": delta, "proved": proved, "audits": rows, "plots": [str(p) for p in plots]}))
@@ -112,22 +113,6 @@ def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, q
     return (
         attack(mechanism, canaries=count, steps=steps, seed=seed).each_step().two_worlds(delta, confidence=confidence)
     )
-
-
-def _released_bounds(ledger: Ledger, delta: float, seed: int, quick: bool) -> list[dict[str, Any]]:
-    """The two habits of the released configuration that the account does not cover, attacked in the trainer."""
-    from modelmix.audit.released import audit_released
-
-    size = {"canaries": 2000, "runs": 1} if quick else {"canaries": 10_000, "runs": 8}
-    out = []
-    for which, most in (("norm", 150), ("momentum", 300 if quick else 3500)):
-        steps = min(ledger.steps, most)
-        if which == "momentum" and not quick:
-            size = {"canaries": 1000, "runs": 8}
-        found = audit_released(ledger.phases[0].mechanism, delta, which, steps=steps, seed=seed, **size)
-        name = "unmixed norm layers" if which == "norm" else "raw momentum"
-        out.append({"what": f"{name}, {steps:,} steps", **asdict(found)})
-    return out
 
 
 def _plot(found: Any, run: Path, out: Path | None, claimed: float) -> list[Path]:

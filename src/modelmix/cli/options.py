@@ -30,7 +30,8 @@ def _option(names: str, text: str, panel: str) -> Any:
 
 
 DataDir = Annotated[
-    Path | None, _option("--data-dir", "Where public data sets lie; default: see modelmix data list.", RUN)
+    Path | None,
+    _option("--data-dir", "Where public data lie; default: MODELMIX_DATA or ~/.cache/modelmix.", RUN),
 ]
 Device = Annotated[str | None, _option("--device", "cpu, cuda; default: what is there.", RUN)]
 Engine = Annotated[str, _option("--engine", "auto, hooks, universal or loop.", RUN)]

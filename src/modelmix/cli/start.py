@@ -7,7 +7,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
+
 from modelmix.errors import ModelMixError
+
+
+def program() -> str:
+    """The name of the program whose command runs."""
+    context = click.get_current_context(silent=True)
+    return (context and context.find_root().info_name) or "modelmix"
 
 
 @contextmanager

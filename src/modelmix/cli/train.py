@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from modelmix import kinds
 from modelmix.accounting.guarantee import SEEDED
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
 from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
-from modelmix.cli.start import needs_torch, plain_warnings
+from modelmix.cli.start import needs_torch, plain_warnings, program
 from modelmix.errors import ModelMixError
 from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.experiments.sources import NAMES, NORMALISATIONS, check_mirror
+from modelmix.experiments.sources import check_mirror, names, normalisations
 
 if TYPE_CHECKING:
     from modelmix.training import Trainer
@@ -63,10 +64,14 @@ def train(
     ] = None,
     model: Annotated[
         str | None,
-        _option("--model", "cnn, linear, mlp, resnet20, wrn-16-4, scatter-cnn, package.module:function.", _LEARNING),
+        _option(
+            "--model",
+            f"{', '.join(('cnn', 'linear', 'mlp', 'resnet20', 'wrn-16-4', *kinds.MODELS))}, package.module:function.",
+            _LEARNING,
+        ),
     ] = None,
     data: Annotated[
-        str | None, _option("--data", "fashion-mini, cifar10, svhn, fashion-mnist, a folder, an .npz file.", _LEARNING)
+        str | None, _option("--data", f"{', '.join(('fashion-mini', *kinds.DATA))}, a folder, an .npz file.", _LEARNING)
     ] = None,
     image_size: Annotated[
         int | None,
@@ -83,7 +88,8 @@ def train(
         str | None,
         _option(
             "--features",
-            f"Train on features: {', '.join(NAMES)}, an .onnx or prior .npz file, package.module:function.",
+            f"Train on features: {', '.join(names())}, a file {' or '.join(('.onnx', *kinds.FEATURE_FILES))}, "
+            "package.module:function.",
             _LEARNING,
         ),
     ] = None,
@@ -105,7 +111,7 @@ def train(
     ] = None,
     normalise: Annotated[
         str | None,
-        _option("--normalise", f"Of features: {', '.join(NORMALISATIONS)}; docs/features.md.", _LEARNING),
+        _option("--normalise", f"Of features: {', '.join(normalisations())}; docs/features.md.", _LEARNING),
     ] = None,
     components: Annotated[
         int | None,
@@ -121,7 +127,11 @@ def train(
     ] = None,
     prior: Annotated[
         str | None,
-        _option("--prior", "Weights to start from, or for --features prior: synthetic, characters, a file.", _LEARNING),
+        _option(
+            "--prior",
+            "Weights to start from, or for --features prior: synthetic, characters, a file.",
+            _LEARNING,
+        ),
     ] = None,
     out: Annotated[Path | None, _option("--out", "Folder of the run; default runs/NAME-TIME.", RUN)] = None,
     resume: Annotated[bool, _option("--resume", "Go on with the run in --out where it stopped.", RUN)] = False,
@@ -211,7 +221,7 @@ def train(
         every = chosen.evaluate_every or max(1, chosen.steps // 20)
         trainer.run(evaluate_every=every)
     except KeyboardInterrupt:
-        again = f"modelmix train --out {quote(str(folder))} --resume"
+        again = f"{program()} train --out {quote(str(folder))} --resume"
         if data_dir is not None:
             again += f" --data-dir {quote(str(data_dir))}"
         print(f"stopped at step {trainer.step}; go on with: {again}", file=sys.stderr)

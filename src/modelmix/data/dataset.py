@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from modelmix import kinds
 from modelmix.accounting.validation import whole
-from modelmix.data import catalogue, cifar, fashion, images, svhn
+from modelmix.data import fashion, images
+from modelmix.data.directory import VARIABLE, directory
 from modelmix.errors import ModelMixError, for_holder
 
 DEFAULT = "fashion-mini"
@@ -73,20 +75,19 @@ def load(
         source: one of
 
             - "fashion-mini", the embedded 27,800 training and 4,000 test images of Fashion-MNIST;
-            - "cifar10", "svhn", "fashion-mnist": the public files, in the data directory. They are held to the
-              published checksums; SVHN with another checksum but the published number of images of each digit is
-              called "svhn (rebuilt crops)";
+            - a name of ``modelmix.kinds.DATA``: its files, in the data directory. modelmix-lab has "cifar10", "svhn"
+              and "fashion-mnist";
             - a folder with these files of one set, in it or below it as in the data directory, or with the four idx
-              files of a relative of Fashion-MNIST (MNIST, KMNIST);
+              files of Fashion-MNIST or a relative (MNIST, KMNIST);
             - a folder with train/<class>/*.png or *.jpg, and test/<class>/... or one image in ten of train, see
               ``modelmix.data.images``;
-            - an archive of CIFAR-10, packed as published;
+            - an archive of such a set, packed as published;
             - an .npz file with x_train, y_train, x_test, y_test: x holds uint8 images (N x H x W, N x H x W x C or
               N x C x H x W, C at most 4, H and W more than 4) or float features (N x D), y integers 0 .. k - 1.
 
-            No file can run code: neither an .npz file nor a pickle of CIFAR-10 is trusted.
+            No file can run code: no .npz file is trusted.
         data_dir: where public sets are looked for by name; by default the folder that the environment variable
-            MODELMIX_DATA names, else ~/.cache/modelmix. `modelmix data fetch` puts them there.
+            MODELMIX_DATA names, else ~/.cache/modelmix.
         image_size: the side in pixels to which the images of a folder are scaled; nothing else takes it.
         classes: how many classes an .npz or idx file has. Private labels are never counted: a class that only one
             sample has would show in the shape of the model.
@@ -94,19 +95,19 @@ def load(
     """
     if classes is not None:
         classes = whole("classes", classes, "the number of classes", least=2)
-    if image_size is not None and (source in (DEFAULT, *catalogue.CATALOGUE) or Path(source).is_file()):
+    if image_size is not None and (source in (DEFAULT, *kinds.DATA) or Path(source).is_file()):
         raise ModelMixError("image_size is for a folder of images, train/<class>/*.png: leave it out.")
     if source == DEFAULT:
         return _assembled(DEFAULT, fashion.embedded(), fashion.CLASSES, owned=True)
-    if isinstance(source, str) and source in catalogue.CATALOGUE:
+    if isinstance(source, str) and source in kinds.DATA:
         return _named(source, data_dir)
     path = Path(source)
     counted: dict[str, Any] = {"count": classes, "test_public": test_public}
-    found = catalogue.held(path)
-    kinds = [*found, *(["images in train/<class>/"] if images.there(path) else [])]
-    if len(kinds) > 1:
+    found = {name: place for name, kind in _recognised().items() if (place := kind.held(path)) is not None}
+    several = [*found, *(["images in train/<class>/"] if images.there(path) else [])]
+    if len(several) > 1:
         raise ModelMixError(
-            f"{path} holds files of {' and of '.join(kinds)}: which is meant cannot be told. Give the name of one, "
+            f"{path} holds files of {' and of '.join(several)}: which is meant cannot be told. Give the name of one, "
             "with this folder as data directory, or a folder that holds one alone."
         )
     if found:
@@ -118,16 +119,14 @@ def load(
         return _assembled(path.resolve().name, arrays, names, owned=True)
     if path.is_dir():
         raise ModelMixError(
-            f"{path} has no file {fashion.CANONICAL['x_train']}, {next(iter(cifar.BINARY.md5))} or "
-            f"{svhn.FILES['train']}: a folder must hold the files of Fashion-MNIST or a relative (idx), of CIFAR-10 or "
-            "of SVHN, or images in train/<class>/. Check the path."
+            f"{path} has no file {' or '.join(_markers())}: a folder must hold the "
+            f"files of {', of '.join(kind.title for kind in _recognised().values())}, or images in train/<class>/. "
+            "Check the path."
         )
     trouble = "is there but is no known data set" if path.exists() else "is not there"
     raise ModelMixError(
         f"data {str(source)!r} {trouble}: allowed are {DEFAULT}, a folder with the four idx files of Fashion-MNIST "
-        "or the files of CIFAR-10 or SVHN or with images in train/<class>/, a file ending in .npz, "
-        f"{' or '.join(edition.archive for edition in cifar.EDITIONS)}, or one of the names "
-        f"{', '.join(catalogue.CATALOGUE)}. Check the spelling and the path."
+        f"or with images in train/<class>/, a file ending in .npz{_more_sources()}. Check the spelling and the path."
     )
 
 
@@ -147,35 +146,69 @@ def from_arrays(
     return _assembled(name, arrays, owned=False, count=classes, test_public=test_public)
 
 
+def _idx_below(path: Path) -> Path | None:
+    places = (path / place for place in ("", "fashion-mnist", "FashionMNIST/raw"))
+    return next((place for place in places if fashion.there(place)), None)
+
+
+def read_idx(path: Path) -> tuple[str, Mapping[str, Array], tuple[str, ...] | None]:
+    """Fashion-MNIST from a folder of idx files, or a relative of it, which is called by its folder."""
+    found = fashion.folder(path)
+    if fashion.is_official(found):
+        return "fashion-mnist", found, fashion.CLASSES
+    return path.resolve().name, found, None
+
+
+_IDX = kinds.NamedData(
+    title="Fashion-MNIST or a relative (idx)",
+    marker=fashion.CANONICAL["x_train"],
+    find=_idx_below,
+    held=_idx_below,
+    read=read_idx,
+    classes=fashion.CLASSES,
+    fetch="",
+)
+
+
+def _recognised() -> dict[str, kinds.NamedData]:
+    """The sets whose files are recognised in a folder."""
+    return kinds.DATA if "fashion-mnist" in kinds.DATA else {**kinds.DATA, "fashion-mnist": _IDX}
+
+
+def _markers() -> list[str]:
+    """A file of each set that a folder may hold."""
+    return list(dict.fromkeys([_IDX.marker, *(kind.marker for kind in kinds.DATA.values())]))
+
+
+def _more_sources() -> str:
+    archives = [archive for kind in kinds.DATA.values() for archive in kind.archives]
+    if not kinds.DATA:
+        return " (benchmark sets by name come with modelmix-lab)"
+    return f", {' or '.join(archives)}, or one of the names {', '.join(kinds.DATA)}"
+
+
 def _named(name: str, data_dir: str | Path | None) -> DataSet:
-    place = catalogue.find(name, data_dir)
+    kind, root = kinds.DATA[name], directory(data_dir)
+    place = kind.find(root)
     if place is None:
-        root = catalogue.directory(data_dir)
         raise ModelMixError(
-            f"{name} is not in the data directory {root}: get it with modelmix data fetch {name} --data-dir "
+            f"{name} is not in the data directory {root}: get it with {kind.fetch} --data-dir "
             f"{quote(str(root))}, or give the directory that holds it (--data-dir, or the environment variable "
-            f"{catalogue.VARIABLE})."
+            f"{VARIABLE})."
         )
-    found = _public(name, place, count=len(fashion.CLASSES))  # of each of the sets that have a name
-    if name == "fashion-mnist" and found.classes != fashion.CLASSES:
+    found = _public(name, place, count=len(kind.classes))
+    if found.classes != kind.classes:
         raise ModelMixError(
             f"{place} does not hold {name}: its files have the right names and other values, as those of a relative "
-            f"have. Get it with modelmix data fetch {name}, or load this folder by its path."
+            f"have. Get it with {kind.fetch}, or load this folder by its path."
         )
     return found
 
 
 def _public(name: str, path: Path, **counted: Any) -> DataSet:
-    """The set of which ``path`` holds files; idx files of a relative of Fashion-MNIST are called by their folder."""
-    if name == "cifar10":
-        return _assembled(name, cifar.read(path), cifar.CLASSES, owned=True)
-    if name == "svhn":
-        arrays, published = svhn.read(path)
-        return _assembled(name if published else f"{name} (rebuilt crops)", arrays, svhn.CLASSES, owned=True)
-    found = fashion.folder(path)
-    if fashion.is_official(found):
-        return _assembled(name, found, fashion.CLASSES, owned=True)
-    return _assembled(path.resolve().name, found, owned=True, **counted)
+    """The set of which ``path`` holds files."""
+    called, arrays, classes = _recognised()[name].read(path)
+    return _assembled(called, arrays, classes, owned=True, **({} if classes else counted))
 
 
 def _assembled(

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelmix.data import catalogue
 from modelmix.data.dataset import as_samples
+from modelmix.data.directory import directory
 from modelmix.errors import ModelMixError
 
 
@@ -25,12 +25,12 @@ def public_images(source: str | Path, shape: tuple[int, ...], data_dir: str | Pa
         shape: of a sample that the network takes.
         data_dir: see ``load``.
     """
-    places = (Path(source), catalogue.directory(data_dir) / source)
+    places = (Path(source), directory(data_dir) / source)
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise ModelMixError(
             f"there are no public images {str(source)!r}: give an .npz file with an array x of uint8 images, by its "
-            f"path or in the data directory {catalogue.directory(data_dir)}."
+            f"path or in the data directory {directory(data_dir)}."
         )
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:

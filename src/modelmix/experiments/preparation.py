@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,27 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelmix.accounting.ledger import Ledger, Phase
-from modelmix.accounting.mechanism import Mechanism
+from modelmix import kinds
+from modelmix.accounting.ledger import Ledger
 from modelmix.data import DataSet, Split
 from modelmix.data.public import public_images
-from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
-from modelmix.features import (
-    ChannelNormalisation,
-    cached,
-    group_normalise,
-    private_channel_normalisation,
-)
+from modelmix.features import cached
 from modelmix.training.embedding import Embedding, random_labels
-from modelmix.training.randomness import Randomness
 from modelmix.training.sampling import Source, as_source
 
 if TYPE_CHECKING:
     from modelmix.experiments.recipe import Recipe
-
-KEY = "normalisation"
-"""Where the settings of a run keep released moments: a run that is resumed must not release them again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,45 +75,12 @@ def prepare(
         train, test = both[: len(data.train)], both[len(data.train) :]
     else:
         train, test = (cached(transform, split.x) for split in (data.train, data.test))
-    if recipe.normalise == "group":
-        train, test = group_normalise(train), group_normalise(test)
     seen = {"features": {"name": transform.name, "version": transform.version, **transform.parameters}}
-    prepared = Prepared(_with(data, train, test), device, about=seen)
-    if recipe.normalise != "private":
-        return prepared
-    normalise = (None if run is None else _released(run)) or private_channel_normalisation(
-        train,
-        n=recipe.public_size(len(data.train)),
-        mean_clip=recipe.mean_clip or 0.0,
-        square_clip=recipe.square_clip or 0.0,
-        noise_multiplier=recipe.normalise_noise,
-        randomness=Randomness(recipe.seed).step(),
-    )
-    moments = {
-        "mean": normalise.mean.tolist(),
-        "variance": normalise.variance.tolist(),
-        "mechanism": normalise.phase.mechanism.as_dict(),
-        "steps": normalise.phase.steps,
-    }
-    spent = recipe.claim(len(data.train)).add(normalise.phase.mechanism, normalise.phase.steps)
-    return Prepared(_with(data, normalise(train), normalise(test)), device, spent, {**seen, KEY: moments})
+    if recipe.normalise not in kinds.NORMALISATIONS:
+        return Prepared(_with(data, train, test), device, about=seen)
+    done = kinds.NORMALISATIONS[recipe.normalise].apply(recipe, data, train, test, run)
+    return Prepared(_with(data, done.train, done.test), device, done.spent, {**seen, **done.about})
 
 
 def _with(data: DataSet, train: torch.Tensor, test: torch.Tensor) -> DataSet:
     return DataSet(data.name, Split(train, data.train.y), Split(test, data.test.y), data.classes)
-
-
-def _released(run: str | Path) -> ChannelNormalisation | None:
-    """The moments that a run released when it began; None if it did not begin. What is unreadable is not paid again."""
-    path = Path(run) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))[KEY]
-        return ChannelNormalisation(
-            torch.tensor(found["mean"], dtype=torch.float64),
-            torch.tensor(found["variance"], dtype=torch.float64),
-            Phase(Mechanism.from_dict(found["mechanism"]), int(found["steps"])),
-        )
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
-        raise ModelMixError(f"the moments in {path} are not readable: restore the file.") from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmix import kinds
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
@@ -97,7 +98,7 @@ class Recipe:
 
     image_size is the side to which the images of a folder are scaled; nothing else takes it.
 
-    prior is "synthetic" or "characters", which come with the package, or a file of ``modelmix prior``: the network
+    prior is "synthetic" or "characters", which come with modelmix-lab, or a file of ``modelmix-lab prior``: the network
     starts from its weights, or, with features = "prior", is trained on what it sees.
 
     public is a file of images that nobody has to protect. A mechanism that embeds gradients does so in the directions
@@ -397,7 +398,6 @@ class Recipe:
         from torch import nn
 
         from modelmix.experiments.preparation import Prepared, prepare
-        from modelmix.features.weights import Prior
         from modelmix.models import Pixels, build
         from modelmix.training import Performance, Trainer
         from modelmix.training.augment import AUGMENTATIONS
@@ -418,7 +418,7 @@ class Recipe:
         if self.prior is not None and self.features is None:
             if other is not None:
                 raise ModelMixError("a prior is one start: leave second_start out.")
-            Prior.load(self.prior).start(model.network)
+            kinds.start_from(self.prior, model.network)
         _, rule, _ = MECHANISMS[self.mechanism]
         about: dict[str, Any] = {"data": data.name, "model": self.model, "steps": self.steps, "recipe": self.as_dict()}
         about |= prepared.about

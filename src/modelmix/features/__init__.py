@@ -1,7 +1,5 @@
-"""Fixed features of images: the scattering transform, its cache on disk, and normalisations with their price."""
+"""Features of images that are not trained on them, and their cache on disk."""
 
 from modelmix.features.cache import cached
-from modelmix.features.normalisation import ChannelNormalisation, group_normalise, private_channel_normalisation
-from modelmix.features.scattering import Scattering
 
-__all__ = ["ChannelNormalisation", "Scattering", "cached", "group_normalise", "private_channel_normalisation"]
+__all__ = ["cached"]

@@ -9,7 +9,7 @@ costs nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,19 +20,10 @@ from torch import Tensor
 from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
 from modelmix.features.cache import Transform, told
-from modelmix.features.characters import characters
-from modelmix.features.silhouettes import silhouettes
-from modelmix.features.synthetic import synthetic
+from modelmix.kinds import IMAGES
 
 LENGTH = 5.0
 """Of the features of every image. The bias of a linear model has the input 1: a 26th of a gradient's square is its."""
-
-IMAGES: Mapping[str, Callable[[int, int, torch.Generator], Tensor]] = {
-    "scenes": synthetic,
-    "silhouettes": silhouettes,
-    "characters": characters,
-}
-"""Synthetic images by name: count, side, generator -> uint8 N x 3 x side x side."""
 
 _COUNT = 8000
 _RIDGE = 2e-4  # of the whole variance, added to the variance of every direction
@@ -52,7 +43,7 @@ class Whitened:
 
     Args:
         transform: of images.
-        images: of ``IMAGES``; or public images, uint8 of the shape of those that are transformed.
+        images: a name of ``modelmix.kinds.IMAGES``; or public images, uint8 of the shape of those that are transformed.
         components: how many directions are kept, those of largest variance.
     """
 

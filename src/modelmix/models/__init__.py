@@ -3,7 +3,6 @@
 from modelmix.models.networks import Pixels, cnn, linear, mlp
 from modelmix.models.registry import NAMES, build
 from modelmix.models.residual import ResNet20, StandardisedConv2d, WideResNet16
-from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 
 __all__ = [
     "NAMES",
@@ -15,6 +14,4 @@ __all__ = [
     "cnn",
     "linear",
     "mlp",
-    "scatter_cnn_cifar",
-    "scatter_cnn_grey",
 ]

@@ -8,12 +8,12 @@ from functools import partial
 
 from torch import nn
 
+from modelmix import kinds
 from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
 from modelmix.imports import current_folder_importable, imported, one_line
 from modelmix.models.networks import cnn, linear, mlp
 from modelmix.models.residual import ResNet20, WideResNet16
-from modelmix.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 
 Shape = tuple[int, ...]
 
@@ -33,16 +33,6 @@ def _residual(name: str, make: Callable[[int, int], nn.Module]) -> Callable[[Sha
     return builder
 
 
-def _scatter_cnn(shape: Shape, classes: int) -> nn.Module:
-    known = {(243, 8, 8): scatter_cnn_cifar, (81, 7, 7): scatter_cnn_grey}
-    if shape not in known:
-        raise ModelMixError(
-            f"model 'scatter-cnn' takes features 243 x 8 x 8 or 81 x 7 x 7, not samples of shape {shape}: give "
-            'features = "scatter" with images 3 x 32 x 32 or 1 x 28 x 28.'
-        )
-    return known[shape](classes)
-
-
 _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "cnn": _cnn,
     "linear": lambda shape, classes: linear(math.prod(shape), classes),
@@ -51,11 +41,10 @@ _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "resnet20-released": _residual("resnet20-released", partial(ResNet20, tanh_stem=True)),
     "resnet20-embedding": _residual("resnet20-embedding", partial(ResNet20, four_groups=True)),
     "wrn-16-4": _residual("wrn-16-4", WideResNet16),
-    "scatter-cnn": _scatter_cnn,
 }
 
 NAMES = tuple(_BUILDERS)
-"""The names that `build` knows."""
+"""The names that `build` knows by itself; those of ``modelmix.kinds.MODELS`` are known as well."""
 
 
 def build(name: str, shape: Shape, classes: int) -> nn.Module:
@@ -70,12 +59,13 @@ def build(name: str, shape: Shape, classes: int) -> nn.Module:
     """
     shape = tuple(whole("shape", side, "each side of a sample", 1) for side in shape)
     classes = whole("classes", classes, "the number of classes", 2)
-    if name in _BUILDERS:
-        return _BUILDERS[name](shape, classes)
+    known = {**_BUILDERS, **kinds.MODELS}
+    if name in known:
+        return known[name](shape, classes)
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise ModelMixError(
-            f"model {name!r} is not known: allowed are {', '.join(NAMES)} or package.module:function. "
+            f"model {name!r} is not known: allowed are {', '.join(known)} or package.module:function. "
             "Check the spelling."
         )
     return _build_own(name, function, shape, classes)

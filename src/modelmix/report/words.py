@@ -8,7 +8,6 @@ from typing import Any
 
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.experiments.sources import FIXED
 
 SEED_UNKNOWN = (
     "the configuration does not say whether this run was seeded: no privacy guarantee can be published for it"
@@ -20,6 +19,9 @@ DIAGNOSTICS = (
     "`modelmix report RUN --public` writes the page without it"
 )
 
+UNTAUGHT = ("scatter", "patches", "prior", "patches+prior")
+"""Features of a recipe that no real image taught."""
+
 TEST_METRICS = "metrics on the test set: they are computed from the test data without noise"
 TEST_LEFT_OUT = (
     "Test metrics are left out: the test set was not declared public (test_public), and epsilon does not cover them."
@@ -30,7 +32,7 @@ NOTHING_COVERED = "Nothing is covered by a guarantee: not the released states, n
 def assumed_by(recipe: Mapping[str, Any]) -> list[str]:
     """Return what only the recipe knows to be assumed."""
     out, features = [], str(recipe.get("features") or "scatter")
-    if features not in FIXED and not features.endswith(".npz"):
+    if features not in UNTAUGHT and not features.endswith(".npz"):
         out.append(f"no private sample taught the network of the features, {features}")
     if recipe.get("normalise") == "public":
         out.append("the images by which features are whitened are public")
