@@ -16,13 +16,14 @@ test: $(READY)  ## every test
 	$(BIN)/python -m pytest
 
 test-gpu: $(READY)  ## engines, kernels and clipping on a CUDA device
-	MODELMIX_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/training/test_gpu.py tests/training/test_kernels.py \
-		tests/training/test_engines.py tests/training/test_gradients.py
+	MODELMIX_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/training/test_gpu.py tests/gradients/test_kernels.py \
+		tests/gradients/test_engines.py tests/gradients/test_gradients.py
 
-lint: $(READY)  ## style and types
+lint: $(READY)  ## style, types, and which room imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(READY)  ## speed of the accountant and of training
 	$(BIN)/python benchmarks/accountant.py

@@ -20,11 +20,16 @@ if os.environ.get("MODELMIX_TEST_DEVICE", "cpu") != "cpu":
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from modelmix.training.engines import trace  # noqa: E402, once the environment is set
+from modelmix.gradients.engines import trace  # noqa: E402, once the environment is set
 
 # Tracing and proving a network takes half a second, and the suite trains the same few ones a thousand times. Tests of
 # other things share the proof of a network that is described in full by its printed form.
-TRACING = ("tests/attacks/", "tests/training/test_engine", "tests/training/test_gradients", "tests/training/test_guard")
+TRACING = (
+    "tests/attacks/",
+    "tests/gradients/test_engine",
+    "tests/gradients/test_gradients",
+    "tests/training/test_guard",
+)
 PLAIN = frozenset(
     ["Sequential", "Linear", "Conv1d", "Conv2d", "Flatten", "ReLU", "Tanh", "Dropout", "GroupNorm", "LayerNorm"]
 )
@@ -53,7 +58,7 @@ def _described(model, loss, parameters, inputs, targets, copies):
 def proofs_are_shared(request, monkeypatch):
     if any(part in request.node.nodeid for part in TRACING):
         return
-    from modelmix.training.engines import engine
+    from modelmix.gradients.engines import engine
 
     def shared(*case):
         key = _described(*case)

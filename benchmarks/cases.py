@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from modelmix.gradients.engines.choice import exact
 from modelmix.models.residual import ResNet20, WideResNet16
-from modelmix.training.engines.choice import exact
 from modelmix_lab.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 
 TRUNCATION = 100  # the p of the truncating clip

@@ -89,9 +89,9 @@ def parts_of(data: Data, size: int) -> list[Data]:
 
 
 def ours(problem: Problem, setting: Setting, data: Data, *, p: int) -> Prepared:
-    from modelmix.training.clipping import Clip
-    from modelmix.training.engines import Engine
-    from modelmix.training.parameters import FlatParameters
+    from modelmix.gradients.clipping import Clip
+    from modelmix.gradients.engines import Engine
+    from modelmix.gradients.parameters import FlatParameters
 
     model = problem.model()
     flat = FlatParameters(model)

@@ -94,8 +94,8 @@ class Task:
     def __init__(self, device: str) -> None:
         import torch
 
+        from modelmix.config.recipe import DEFAULT, Recipe
         from modelmix.data import DataSet, Split, load
-        from modelmix.experiments.recipe import DEFAULT, Recipe
 
         torch.set_num_threads(THREADS)
         self.device = torch.device(device)

@@ -44,8 +44,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src/modelmix")
 
 _A, _T, _X = "tests/accounting/", "tests/training/", "tests/attacks/"
+_G = "tests/gradients/"
 _CORE = [_A + "test_properties.py", _A + "test_mechanism.py"]
-_MEETING = [_X + "test_samples_meet.py", _X + "test_random_programs.py", _T + "test_engine.py", _T + "test_engines.py"]
+_MEETING = [_X + "test_samples_meet.py", _X + "test_random_programs.py", _G + "test_engine.py", _G + "test_engines.py"]
 _LOOPS = [
     _T + "test_private.py",
     *(_X + f"test_{n}.py" for n in ("losses_that_mix", "noise_used_twice", "ledgers_of_loops", "choices_by_the_batch")),
@@ -63,42 +64,45 @@ TESTS: dict[str, list[str]] = {
     "accounting/pld.py": [_A + "test_pld.py"],
     "accounting/comparison.py": [_A + "test_comparison.py"],
     "accounting/calibration.py": [_A + "test_calibration.py"],
-    "accounting/validation.py": [_A + "test_validation.py"],
+    "_checks.py": ["tests/test_checks.py"],
     "accounting/functions.py": [_A + "test_functions.py", _A + "test_quadrature.py"],
     "accounting/laws.py": [_A + "test_laws.py", _A + "test_quadrature.py", *_CORE],
     "accounting/moments.py": [_A + "test_quadrature.py", _A + "test_moments.py"],
     "accounting/quadrature.py": [_A + "test_quadrature.py", _A + "test_moments.py"],
     "accounting/facts.py": [_A + "test_facts.py", _A + "test_laws.py"],
-    "audit/bounds.py": ["tests/audit/test_bounds.py"],
-    "audit/mechanism.py": ["tests/audit/test_mechanism_audit.py", "tests/audit/test_embedding_sensitivity.py"],
+    "auditing/bounds.py": ["tests/auditing/test_bounds.py"],
+    "auditing/mechanism.py": ["tests/auditing/test_mechanism_audit.py", "tests/auditing/test_embedding_sensitivity.py"],
     "training/mixing.py": [_T + "test_rules.py"],
     "training/rules.py": [_T + "test_rules.py"],
     "training/schedules.py": [_T + "test_rules.py"],
     "training/randomness.py": [_T + "test_randomness.py", _T + "test_keystream.py"],
     "training/sampling.py": [_T + "test_sampling.py"],
-    "training/clipping.py": [_T + "test_clipping.py", _T + "test_gradients.py"],
+    "gradients/clipping.py": [_G + "test_clipping.py", _G + "test_gradients.py"],
     "training/norms.py": ["tests/theory/test_clip_theory.py"],
-    "training/gradients.py": [_T + "test_gradients.py", _T + "test_clipping.py"],
+    "gradients/gradients.py": [_G + "test_gradients.py", _G + "test_clipping.py"],
     "training/embedding.py": [_T + "test_embedding.py"],
     "training/augment.py": [_T + "test_augment.py"],
     "training/identity.py": [_T + "test_augment.py"],
-    "training/guard.py": [_T + "test_memory.py"],
-    "training/memory.py": [_T + "test_memory.py", _X + "test_choices_by_the_batch.py", _X + "test_ledgers_of_loops.py"],
-    "training/record.py": [_T + "test_resume.py", _T + "test_failures.py", _LOOPS[2]],
+    "training/guard.py": [_G + "test_memory.py"],
+    "gradients/memory.py": [
+        _G + "test_memory.py",
+        *(_X + f"test_{name}.py" for name in ("choices_by_the_batch", "ledgers_of_loops")),
+    ],
+    "runs/record.py": [_T + "test_resume.py", _T + "test_failures.py", _LOOPS[2]],
     "training/trainer.py": [
         _T + "test_one_step.py",
         *(_T + f"test_{name}.py" for name in ("phases", "account", "spent")),
         *(_X + f"test_{name}.py" for name in ("noise_used_twice", "number_of_samples")),
     ],
     "training/private.py": [_T + "test_one_step.py", *_LOOPS],
-    "training/engines/independence.py": [_X + "test_single_operations.py"],
-    "training/engines/aten_rules.py": [_X + "test_single_operations.py"],
-    "training/engines/aten_layer_rules.py": [*_MEETING, _X + "test_architectures.py"],
-    "training/engines/trace.py": _MEETING,
-    "training/engines/choice.py": _MEETING,
-    "training/engines/engine.py": _MEETING,
-    "training/engines/hooks.py": _MEETING,
-    "training/engines/universal.py": _MEETING,
+    "gradients/engines/independence.py": [_X + "test_single_operations.py"],
+    "gradients/engines/aten_rules.py": [_X + "test_single_operations.py"],
+    "gradients/engines/aten_layer_rules.py": [*_MEETING, _X + "test_architectures.py"],
+    "gradients/engines/trace.py": _MEETING,
+    "gradients/engines/choice.py": _MEETING,
+    "gradients/engines/engine.py": _MEETING,
+    "gradients/engines/hooks.py": _MEETING,
+    "gradients/engines/universal.py": _MEETING,
 }  # fmt: skip
 """Which tests hold the meaning of a module. A module that is not named here is not mutated."""
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from modelmix.accounting.ledger import Ledger
+    from modelmix.config.recipe import Recipe
     from modelmix.data import DataSet
-    from modelmix.experiments.recipe import Recipe
     from modelmix.features.cache import Transform
 
 Arrays = Mapping[str, Any]

@@ -16,9 +16,9 @@ from modelmix.accounting import guarantee as module
 from modelmix.accounting.guarantee import quick_epsilon
 from modelmix.accounting.pld import ROUGH, halved, one_step_delta, pld_epsilon, unmixed
 from modelmix.cli import main
-from modelmix.report.page import proved
-from modelmix.report.page_data import Run
-from modelmix.report.page_plots import epsilon_points
+from modelmix.runs.page import proved
+from modelmix.runs.page_data import Run
+from modelmix.runs.page_plots import epsilon_points
 
 PLAIN = mm.Mechanism(1.0, 0.01)
 STEPS, DELTA = 1000, 1e-5

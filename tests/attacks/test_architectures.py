@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from modelmix.gradients.clipping import Clip
+from modelmix.gradients.engines import Engine
+from modelmix.gradients.parameters import FlatParameters
 from modelmix.models.registry import build
-from modelmix.training.clipping import Clip
-from modelmix.training.engines import Engine
-from modelmix.training.parameters import FlatParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:there is no fast rule")
 

@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import modelmix as mm
+from modelmix.gradients.clipping import Clip
+from modelmix.gradients.engines import Engine
+from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import apply_augmentation
-from modelmix.training.clipping import Clip
-from modelmix.training.engines import Engine
-from modelmix.training.parameters import FlatParameters
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:samples run one at a time", "ignore:there is no fast rule", "ignore:samples of this shape"

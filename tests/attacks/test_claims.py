@@ -14,9 +14,9 @@ import pytest
 import modelmix as mm
 from modelmix.accounting.runs import load_claim
 from modelmix.cli import main
-from modelmix.experiments.recipe import Recipe
-from modelmix.report.page import render
-from modelmix.report.page_data import read_run
+from modelmix.config.recipe import Recipe
+from modelmix.runs.page import render
+from modelmix.runs.page_data import read_run
 
 QUIET, LOUD = mm.Mechanism(0.5, 0.01), mm.Mechanism(50.0, 0.01)
 DELTA = 1e-5

@@ -211,7 +211,7 @@ def test_a_seeded_run_says_so_wherever_its_epsilon_is_printed(tmp_path, run):
 
 def test_steps_that_are_taken_again_were_seen_by_nobody(tmp_path, monkeypatch):
     """A state that could not be kept is not shown: whoever resumes takes its steps again, and pays once."""
-    from modelmix.training.folder import RunFolder
+    from modelmix.runs.folder import RunFolder
 
     one = trainer(tmp_path)
     one.run(2, progress=False)

@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from depth import cases
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelmix.training.engines import trace
-from modelmix.training.engines.independence import Rows, prove
+from modelmix.gradients.engines import trace
+from modelmix.gradients.engines.independence import Rows, prove
 
 T, D = 4, 6
 

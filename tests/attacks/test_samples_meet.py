@@ -18,10 +18,10 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.gradients.clipping import Clip
+from modelmix.gradients.engines import Engine, clipped_sum
+from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import AUGMENTATIONS, apply_augmentation
-from modelmix.training.clipping import Clip
-from modelmix.training.engines import Engine, clipped_sum
-from modelmix.training.parameters import FlatParameters
 from modelmix.training.sampling import SeparateCollate, check_items_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:samples run one at a time", "ignore:there is no fast rule")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelmix.training.engines import trace
-from modelmix.training.engines.independence import OPAQUE, PUBLIC, MeetingError, Rows, prove
+from modelmix.gradients.engines import trace
+from modelmix.gradients.engines.independence import OPAQUE, PUBLIC, MeetingError, Rows, prove
 
 M, T, D = 7, 4, 6
 aten = torch.ops.aten

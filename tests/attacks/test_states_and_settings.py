@@ -362,7 +362,7 @@ def test_no_engine_is_chosen_by_the_size_of_a_draw():
 
 @pytest.mark.parametrize("m", [1, 2, 7, 66, 67, 68, 101, 140])
 def test_a_chunk_that_the_traces_do_not_speak_of_runs_in_parts_of_the_same_pass(m):
-    from modelmix.training.engines.trace import ProvedPass
+    from modelmix.gradients.engines.trace import ProvedPass
 
     model = Sized()
     x, y = torch.randn(m, WIDTH), torch.randint(0, 3, (m,))

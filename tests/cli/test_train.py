@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import modelmix as mm
-from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.training.engines import engine
-from modelmix.training.folder import RunFolder
+from modelmix.config.recipe import DEFAULT, MECHANISMS, Recipe
+from modelmix.gradients.engines import engine
+from modelmix.runs.folder import RunFolder
 
 RECIPE = """
 name = "tiny"

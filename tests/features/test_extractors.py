@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from onnx_files import BYTES, network
 from torch import nn
 
+from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.experiments.recipe import Recipe
 from modelmix.features import cached
 from modelmix.features.alone import check_alone
 from modelmix.features.extractor import Extractor

@@ -10,9 +10,9 @@ from planned import Trainer
 from torch import nn
 
 import modelmix as mm
+from modelmix.gradients.clipping import Clip
+from modelmix.gradients.engines import Engine
 from modelmix.training.augment import AUGMENTATIONS
-from modelmix.training.clipping import Clip
-from modelmix.training.engines import Engine
 
 N = 200
 X, Y = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2

@@ -28,7 +28,7 @@ def coordinates(tensor):
 
 
 def test_default_run_keeps_its_ledger_and_its_weights(tmp_path):
-    from modelmix.experiments.recipe import DEFAULT, Recipe
+    from modelmix.config.recipe import DEFAULT, Recipe
 
     recipe = Recipe.load(DEFAULT).changed(steps=STEPS, seed=SEED)
     trainer = recipe.trainer(recipe.load_data(), folder=tmp_path / "run")

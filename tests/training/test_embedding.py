@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import modelmix as mm
-from modelmix.training import clipping, make_private, random_labels
+from modelmix.gradients import clipping
+from modelmix.gradients.clipping import MARGIN
+from modelmix.gradients.engines import Engine, compiled
+from modelmix.gradients.gradients import Dense, Outer, Rows
 from modelmix.training import embedding as module
-from modelmix.training.clipping import MARGIN
+from modelmix.training import make_private, random_labels
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
-from modelmix.training.engines import Engine, compiled
-from modelmix.training.gradients import Dense, Outer, Rows
 
 SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
 D = sum(math.prod(shape) for shape in SIZES)

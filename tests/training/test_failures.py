@@ -26,11 +26,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import modelmix as mm
-from modelmix import files
-from modelmix.report import events
+from modelmix import _files as files
+from modelmix.gradients.engines import Engine
+from modelmix.runs import events
+from modelmix.runs.folder import RunFolder
 from modelmix.training import Randomness
-from modelmix.training.engines import Engine
-from modelmix.training.folder import RunFolder
 
 STEPS = 6
 GENERATOR = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def whole() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch):
-    from modelmix.report import page
+    from modelmix.runs import page
 
     monkeypatch.setattr(page, "write_report", lambda folder: None)
 
@@ -346,8 +346,8 @@ def test_a_frozen_part_is_part_of_the_data(tmp_path):
 
 HOLDER = """
 import sys
-from modelmix.training.engines import Engine
-from modelmix.training.folder import RunFolder
+from modelmix.gradients.engines import Engine
+from modelmix.runs.folder import RunFolder
 with RunFolder(sys.argv[1]):
     print("locked", flush=True)
     sys.stdin.read()
@@ -389,7 +389,7 @@ def run(tmp_path_factory):
     """A run at step 4, as bytes."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("modelmix.report.page.write_report", lambda folder: None)
+        patch.setattr("modelmix.runs.page.write_report", lambda folder: None)
         make(folder).run(4, evaluate_every=2)
     return content(folder)
 
@@ -673,7 +673,7 @@ import os, resource, signal, sys
 import torch
 torch.set_num_threads(1)
 from modelmix.cli import main
-import modelmix.training, modelmix.report.page
+import modelmix.training, modelmix.runs.page
 
 def child(arguments, limit=None):
     pid = os.fork()

@@ -12,12 +12,12 @@ from scipy import stats
 from torch import nn
 
 from modelmix import Mechanism, Performance
+from modelmix.gradients.clipping import Clip
+from modelmix.gradients.engines import Engine
+from modelmix.gradients.parameters import FlatParameters
 from modelmix.training import Randomness
-from modelmix.training.clipping import Clip
 from modelmix.training.embedding import Embedding, EmbeddingClip, columns, find_basis
-from modelmix.training.engines import Engine
 from modelmix.training.keystream import by_torch, chacha20
-from modelmix.training.parameters import FlatParameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -14,8 +14,9 @@ import torch
 from scipy import stats
 
 import modelmix as mm
+from modelmix.gradients.torch_rng import draws_apart
 from modelmix.training import Randomness, randomness
-from modelmix.training.randomness import StepRandomness, draws_apart
+from modelmix.training.randomness import StepRandomness
 
 KEY = bytes(range(32))
 

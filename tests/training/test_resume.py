@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import modelmix as mm
-from modelmix import files
+from modelmix import _files as files
+from modelmix.gradients.engines import Engine
+from modelmix.runs.folder import RunFolder
 from modelmix.training import Performance, Randomness, rules, trainer
-from modelmix.training.engines import Engine
-from modelmix.training.folder import RunFolder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
@@ -109,7 +109,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch):
     """The page draws pictures, which takes its time and is another file's business."""
-    from modelmix.report import page
+    from modelmix.runs import page
 
     monkeypatch.setattr(page, "write_report", lambda folder: None)
 
@@ -396,7 +396,7 @@ torch.set_num_threads(1)
 import torch.nn.functional as F
 from torch import nn
 import modelmix as mm
-from modelmix.training.folder import RunFolder
+from modelmix.runs.folder import RunFolder
 
 home, kills = Path(sys.argv[1]), int(sys.argv[2])
 generator = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from modelmix.accounting.ledger import Ledger
-    from modelmix.experiments.recipe import Recipe
+    from modelmix.config.recipe import Recipe
     from modelmix.features.cache import Transform
 
 Found = tuple[str, Arrays, tuple[str, ...] | None]

@@ -6,7 +6,7 @@ import json
 
 import modelmix as mm
 from modelmix.accounting.guarantee import guarantee
-from modelmix.audit.bounds import epsilon_lower_bound
+from modelmix.auditing.bounds import epsilon_lower_bound
 from modelmix.training import rules
 from modelmix_lab.auditing.released import momentum_scores
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import modelmix as mm
-from modelmix.experiments.recipe import Recipe
+from modelmix.config.recipe import Recipe
 
 BASE = {"epsilon": 3.0, "batch": 40.0, "mixing_width": 2.0, "steps": 6, "model": "linear"}
 
@@ -51,7 +51,7 @@ ALONE = """
 import json, sys
 import modelmix as mm
 from modelmix.data import load
-from modelmix.experiments.recipe import Recipe
+from modelmix.config.recipe import Recipe
 
 def said(make):
     try:

@@ -11,11 +11,11 @@ import torch
 
 import modelmix as mm
 from modelmix.accounting.ledger import Ledger
+from modelmix.config import sources
+from modelmix.config.preparation import prepare
+from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError
-from modelmix.experiments import sources
-from modelmix.experiments.preparation import prepare
-from modelmix.experiments.recipe import Recipe
 from modelmix.features import pretrained
 from modelmix.features.extractor import Extractor
 from modelmix.training import Performance

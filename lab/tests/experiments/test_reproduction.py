@@ -17,12 +17,12 @@ import torch
 
 import modelmix as mm
 import modelmix.data
+from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
-from modelmix.experiments.recipe import Recipe
 from modelmix.features.whitening import Whitened
-from modelmix.report import page
+from modelmix.gradients.engines import engine
+from modelmix.runs import page
 from modelmix.training import Trainer
-from modelmix.training.engines import engine
 from modelmix_lab.experiments import store, tables
 from modelmix_lab.experiments.reproduction import Run
 from modelmix_lab.experiments.results import Result, account

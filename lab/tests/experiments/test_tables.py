@@ -8,8 +8,8 @@ import pytest
 
 import modelmix as mm
 from modelmix.accounting.guarantee import guarantee
+from modelmix.config.recipe import Recipe
 from modelmix.errors import ModelMixError
-from modelmix.experiments.recipe import Recipe
 from modelmix.features.whitening import LENGTH
 from modelmix_lab.experiments import tables
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from modelmix.config.recipe import Recipe
 from modelmix.data.dataset import from_arrays
 from modelmix.errors import ModelMixError
-from modelmix.experiments.recipe import Recipe
 from modelmix.features import cached
 from modelmix.features.leaves import dead_leaves
 from modelmix.models.residual import ResNet20, WideResNet16

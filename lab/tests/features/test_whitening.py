@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from modelmix.config import sources
+from modelmix.config.preparation import prepare
+from modelmix.config.recipe import Recipe
 from modelmix.data.dataset import from_arrays
 from modelmix.errors import ModelMixError
-from modelmix.experiments import sources
-from modelmix.experiments.preparation import prepare
-from modelmix.experiments.recipe import Recipe
 from modelmix.features import pretrained, whitening
 from modelmix.features.joined import Joined, _in_rows_of
 from modelmix.features.whitening import LENGTH, Logarithm, Root, Whitened

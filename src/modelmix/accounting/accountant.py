@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from modelmix._checks import at_least_zero, probability, whole
 from modelmix.accounting.functions import Array
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism
@@ -23,7 +24,6 @@ from modelmix.accounting.renyi import (
     total_variation,
     worst_loss,
 )
-from modelmix.accounting.validation import at_least_zero, probability, whole
 from modelmix.errors import ModelMixError
 
 # Rounding of the last few operations, which act on numbers that are upper bounds already.

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from modelmix._checks import positive, whole
 from modelmix.accounting.adjacency import Adjacency
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import By
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.laws import Law
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError
 
 _LEAST, _MOST = 1e-9, 1e12

@@ -35,9 +35,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from modelmix._checks import LARGEST, positive
 from modelmix.accounting.laws import Gaussian
 from modelmix.accounting.mechanism import Bound, Mechanism
-from modelmix.accounting.validation import LARGEST, positive
 from modelmix.errors import UnprovedError
 
 _KEY = "clip_ratio"

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from modelmix._checks import at_least_zero, check_delta, probability
+from modelmix._format import up
 from modelmix.accounting import accountant, pld
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, Adjacency, check_adjacency, relation
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.functions import Array
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import at_least_zero, check_delta, probability
 from modelmix.errors import BudgetExceeded, ModelMixError
-from modelmix.format import up
 
 if TYPE_CHECKING:
     from modelmix.accounting.plan import Plan

@@ -19,8 +19,8 @@ from typing import ClassVar
 import numpy as np
 from scipy import special
 
+from modelmix._checks import LARGEST, at_least_zero, positive
 from modelmix.accounting.functions import Array, log_exp_minus_line, log_expm1
-from modelmix.accounting.validation import LARGEST, at_least_zero, positive
 from modelmix.errors import ModelMixError
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)

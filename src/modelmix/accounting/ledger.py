@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
+from modelmix._checks import whole
+from modelmix._files import write_atomically
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
 from modelmix.accounting.embedding import mechanism_from_dict
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.files import write_atomically
 
 SCHEMA = "modelmix-ledger"
 VERSION = 3

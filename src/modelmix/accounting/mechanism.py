@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from modelmix._checks import LARGEST, at_least_zero, positive, rate, whole
 from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
-from modelmix.accounting.validation import LARGEST, at_least_zero, positive, rate, whole
 from modelmix.errors import ModelMixError
 
 LAWS: Mapping[str, Callable[[float], Law]] = {"gaussian": Gaussian, "laplace": Laplace}

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from modelmix._checks import check_delta, positive, probability, rate, whole
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT, Adjacency
 from modelmix.accounting.calibration import smallest_by_best
 from modelmix.accounting.guarantee import Guarantee, epsilon, guarantee
 from modelmix.accounting.ledger import Ledger, Phase, merge_phases, phase_from_dict
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import check_delta, positive, probability, rate, whole
 from modelmix.errors import BudgetExceeded, ModelMixError
 
 _DROWNED = 1.0  # times the largest possible sum of all clipped gradients, in a single direction

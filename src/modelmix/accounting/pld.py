@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
+from modelmix._checks import at_least_zero, probability
 from modelmix.accounting.accountant import epsilon as renyi_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian
-from modelmix.accounting.validation import at_least_zero, probability
 from modelmix.errors import UnprovedError
 
 ROUGH = 2e3  # buckets per epsilon where many numbers are wanted at once: about 4 parts in 10^4 above the finer value

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from modelmix._checks import probability
 from modelmix.accounting.guarantee import Guarantee, guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.plan import Plan
-from modelmix.accounting.validation import probability
 from modelmix.errors import ModelMixError
 
 SCHEMA = "modelmix-run"

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from modelmix import kinds
+from modelmix._checks import probability, whole
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.runs import load_claim
-from modelmix.accounting.validation import probability, whole
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
@@ -43,7 +43,7 @@ def audit(
     """
     ledger, claimed, proved, counted = _claim(run, delta)
     probability("confidence", confidence, "the confidence")
-    from modelmix.audit.mechanism import audit_ledger, canaries
+    from modelmix.auditing.mechanism import audit_ledger, canaries
 
     cost = 2 * sum(phase.steps * canaries(phase.mechanism)[0].count for phase in ledger.phases)
     wanted = (_QUICK if quick else _FULL) / cost
@@ -84,7 +84,7 @@ def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool, tuple[str, ...
     """The phases a run took, the epsilon of its plan, whether that is proved, and what to say of it."""
     notes: tuple[str, ...] = ()
     if run.suffix in (".toml", ".yaml", ".yml"):
-        from modelmix.experiments.recipe import MECHANISMS, Recipe
+        from modelmix.config.recipe import MECHANISMS, Recipe
 
         recipe = Recipe.load(run)
         ledger = counted = recipe.whole(len(recipe.load_data().train))
@@ -100,10 +100,10 @@ def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool, tuple[str, ...
 def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, quick: bool) -> Any:
     """Canaries in real steps of the trainer; every step at q = 1 is a trial of its own."""
     try:
-        from modelmix.audit.training import attack
+        from modelmix.auditing.training import attack
     except ModuleNotFoundError as error:
         raise ModelMixError(f"attacking the trainer needs {error.name}: pip install 'modelmix[train]'.") from None
-    from modelmix.audit.mechanism import worst_width
+    from modelmix.auditing.mechanism import worst_width
 
     width, steps = worst_width(mechanism), 50 if quick else 500
     count = max(20, min(400, 4000 // width))

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix._checks import check_delta, positive
 from modelmix.accounting import calibration
 from modelmix.accounting.guarantee import guarantee
-from modelmix.accounting.validation import check_delta, positive
 from modelmix.cli import show
 from modelmix.cli.options import ADJACENCY_HELP, Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from modelmix._checks import check_delta, positive, whole
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.calibration import calibrate
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.validation import check_delta, positive, whole
 from modelmix.cli import show
 from modelmix.cli.options import DataDir, Json
 from modelmix.errors import ModelMixError, UnprovedError
@@ -135,8 +135,8 @@ def _load(
 
         from modelmix.data import load
         from modelmix.data.synthetic import synthetic
+        from modelmix.gradients.parameters import FlatParameters
         from modelmix.models import Pixels, build
-        from modelmix.training.parameters import FlatParameters
     except ModuleNotFoundError as error:
         raise ModelMixError(f"gradients need {error.name}: install it with pip install 'modelmix[train]'.") from None
     if data == SYNTHETIC:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from modelmix._checks import check_delta, rate, whole
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ADJACENCIES, ZERO_OUT
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.runs import load_claim
-from modelmix.accounting.validation import check_delta, rate, whole
 from modelmix.errors import ModelMixError
 
 _RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"

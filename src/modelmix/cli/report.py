@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from modelmix.report.page import write_report
+from modelmix.runs.page import write_report
 
 
 def report(

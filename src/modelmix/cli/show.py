@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from modelmix._format import up
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.format import up
 
 __all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up"]
 

@@ -19,9 +19,9 @@ from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
 from modelmix.cli.options import RUN, Chunk, Compiled, DataDir, Device, Engine, Json, Knobs, Precision
 from modelmix.cli.start import needs_torch, plain_warnings, program
+from modelmix.config.recipe import DEFAULT, MECHANISMS, Recipe
+from modelmix.config.sources import check_mirror, names, normalisations
 from modelmix.errors import ModelMixError
-from modelmix.experiments.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.experiments.sources import check_mirror, names, normalisations
 
 if TYPE_CHECKING:
     from modelmix.training import Trainer
@@ -231,8 +231,8 @@ def train(
 
 def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, knobs: Knobs) -> Trainer:
     with needs_torch():
+        from modelmix.runs.folder import RunFolder
         from modelmix.training import Performance
-        from modelmix.training.folder import RunFolder
     performance = Performance(**knobs._asdict())
     if not resume:
         RunFolder(folder).require_vacant()  # before features take their time

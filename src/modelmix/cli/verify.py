@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from modelmix._checks import at_least_zero, check_delta
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.runs import load_claim
-from modelmix.accounting.validation import at_least_zero, check_delta
 from modelmix.cli import show
 from modelmix.cli.options import Json
 

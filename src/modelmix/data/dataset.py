@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from modelmix import kinds
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.data import fashion, images
 from modelmix.data.directory import VARIABLE, directory
 from modelmix.errors import ModelMixError, for_holder

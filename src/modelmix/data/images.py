@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.errors import ModelMixError, for_holder
 
 ENDINGS = (".png", ".jpg", ".jpeg")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.data.dataset import Split
 
 _COARSE = 6  # patterns are drawn on a grid this fine and smoothed

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
+from modelmix._imports import one_line
 from modelmix.errors import ModelMixError
 from modelmix.features.alone import check_alone
-from modelmix.imports import one_line
 
 
 @dataclass(frozen=True, eq=False)

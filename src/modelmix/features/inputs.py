@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.errors import ModelMixError
 
 Colours = tuple[float, float, float]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelmix._imports import current_folder_importable, imported, one_line
 from modelmix.errors import ModelMixError
 from modelmix.features.extractor import Extractor
 from modelmix.features.inputs import Inputs
 from modelmix.features.local import contents, state_dict
-from modelmix.imports import current_folder_importable, imported, one_line
 
 
 def own_function(name: str, *, unit_length: bool = False) -> Extractor:

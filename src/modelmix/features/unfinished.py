@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from modelmix._files import lock, write_atomically
 from modelmix.errors import ModelMixError
-from modelmix.files import lock, write_atomically
 
 DIGEST_BYTES = hashlib.blake2b().digest_size
 """What follows the rows of a whole file."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.data.dataset import to_float
 
 SMALLEST_SIDE = 8

@@ -9,9 +9,9 @@ from functools import partial
 from torch import nn
 
 from modelmix import kinds
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
+from modelmix._imports import current_folder_importable, imported, one_line
 from modelmix.errors import ModelMixError
-from modelmix.imports import current_folder_importable, imported, one_line
 from modelmix.models.networks import cnn, linear, mlp
 from modelmix.models.residual import ResNet20, WideResNet16
 

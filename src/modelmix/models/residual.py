@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor, nn
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 
 
 class StandardisedConv2d(nn.Conv2d):

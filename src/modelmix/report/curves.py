@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from modelmix._checks import positive
 from modelmix.accounting.functions import Array
 from modelmix.accounting.guarantee import Guarantee, guarantee, quick_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.pld import equal_variance, unmixed
-from modelmix.accounting.validation import positive
 from modelmix.errors import ModelMixError
 from modelmix.report import style
 

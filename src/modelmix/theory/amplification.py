@@ -25,10 +25,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from modelmix._checks import positive, probability, whole
 from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed, known
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.quadrature import panel_rule
-from modelmix.accounting.validation import positive, probability, whole
 from modelmix.errors import ModelMixError, UnprovedError
 
 Array = NDArray[np.float64]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from modelmix.accounting.validation import positive
+from modelmix._checks import positive
 from modelmix.errors import ModelMixError
 from modelmix.theory.kappa import tail_constant
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelmix.accounting.validation import at_least_zero, positive, probability, rate, whole
+from modelmix._checks import at_least_zero, positive, probability, rate, whole
 from modelmix.errors import ModelMixError
 from modelmix.theory.utility import Bound, Setting
 

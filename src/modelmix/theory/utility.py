@@ -27,8 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from modelmix._checks import at_least_zero, positive, rate, whole
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import at_least_zero, positive, rate, whole
 from modelmix.errors import ModelMixError
 
 PADDINGS: Mapping[str, float] = MappingProxyType({"exact": 1.0, "paper": 3.0})

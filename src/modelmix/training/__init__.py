@@ -4,9 +4,9 @@ The way of the data: Poisson draw -> fixed-shape chunks -> clipped sum of per-sa
 last two states -> new state; the ledger line comes before the state.
 """
 
-from modelmix.training.clipping import Clip
+from modelmix.gradients.clipping import Clip
+from modelmix.gradients.engines import clipped_sum
 from modelmix.training.embedding import Embedding, random_labels
-from modelmix.training.engines import clipped_sum
 from modelmix.training.performance import Performance
 from modelmix.training.private import PrivateLoader, PrivateOptimizer, make_private
 from modelmix.training.randomness import Randomness

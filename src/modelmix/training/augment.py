@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.training.guard import ALONE
-from modelmix.training.memory import WatchedFunction
-from modelmix.training.randomness import draws_apart
+from modelmix.gradients.memory import ALONE, WatchedFunction
+from modelmix.gradients.torch_rng import draws_apart
 
 Augment = Callable[[Any, torch.Generator], Any]
 

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from modelmix._checks import whole
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.training import kernels
-from modelmix.training.clipping import MARGIN, Clip, ClippedSum, usable
-from modelmix.training.engines.choice import rough
-from modelmix.training.gradients import Dense, Unwritten
+from modelmix.gradients import kernels
+from modelmix.gradients.clipping import MARGIN, Clip, ClippedSum, usable
+from modelmix.gradients.engines.choice import rough
+from modelmix.gradients.gradients import Dense, Unwritten
 from modelmix.training.sampling import TensorSource
 
 # What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.

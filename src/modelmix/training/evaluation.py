@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from modelmix.training.engines import rows
-from modelmix.training.engines.universal import Loss, call_at
+from modelmix.gradients.engines import rows
+from modelmix.gradients.engines.universal import Loss, call_at
 from modelmix.training.sampling import Source
 
 _BATCH = 500

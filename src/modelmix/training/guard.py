@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.training.memory import SAME_SET
-
-ALONE = "a sample's gradient depends on that sample and the released state alone"
+from modelmix.gradients.memory import ALONE, SAME_SET
 
 
 def require_one_process() -> None:

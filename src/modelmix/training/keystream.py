@@ -14,9 +14,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from modelmix._imports import one_line
 from modelmix.errors import ModelMixError
-from modelmix.imports import one_line
-from modelmix.training.kernels import triton_is_there
+from modelmix.gradients.kernels import triton_is_there
 from modelmix.training.sending import sent
 
 KEY_BYTES = 32
@@ -59,7 +59,7 @@ def by_torch(key: bytes, blocks: int, device: torch.device | str = "cpu") -> Ten
 
 
 def _by_kernel(key: bytes, blocks: int, device: torch.device) -> Tensor:
-    from modelmix.training.kernels.chacha import blocks_of
+    from modelmix.gradients.kernels.chacha import blocks_of
 
     words = torch.tensor([_signed(word) for word in (*_CONSTANTS, *_words_of(key))], dtype=torch.int32, device="cpu")
     return blocks_of(sent(words, device), blocks).view(torch.int64).flatten()

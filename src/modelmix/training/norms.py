@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
+from modelmix.gradients.engines import Loss, universal
+from modelmix.gradients.parameters import FlatParameters
 from modelmix.theory.clipping import EDGES, Array, Bias, NormHistogram, bin_of
-from modelmix.training.engines import Loss, universal
 from modelmix.training.guard import check_model
-from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import StepRandomness
 
 _CHUNK = 64

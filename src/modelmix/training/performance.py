@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.errors import ModelMixError
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of gradients held at once: about a cache, and a fraction of a card
@@ -21,7 +21,7 @@ class Performance:
 
     Args:
         device: "cpu", "cuda", ...; None takes an accelerator if there is one.
-        engine: "auto", "hooks", "universal" or "loop"; see ``modelmix.training.engines``.
+        engine: "auto", "hooks", "universal" or "loop"; see ``modelmix.gradients.engines``.
         precision: in which the model is run: "float32", "bfloat16" or "float64"; None takes the model's own. Clipping
             measures and sums in float64 whatever this says, and released states stay in float64.
         compiled: trace and compile the work of a chunk; None does so on a GPU. It takes half a minute and pays after

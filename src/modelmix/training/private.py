@@ -36,21 +36,22 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from modelmix._checks import positive, whole
+from modelmix._files import write_atomically
 from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
 from modelmix.accounting.runs import plan_beside, read_object
-from modelmix.accounting.validation import positive, whole
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
-from modelmix.files import write_atomically
-from modelmix.training import engines
-from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.guard import ALONE, check_mechanism, check_model, check_public_model, require_one_process
-from modelmix.training.memory import SAME_SET, Watch, tensor_contents
-from modelmix.training.parameters import FlatParameters
-from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
+from modelmix.gradients import engines
+from modelmix.gradients.clipping import Clip, ClippedSum
+from modelmix.gradients.memory import ALONE, SAME_SET, Watch, tensor_contents
+from modelmix.gradients.parameters import FlatParameters
+from modelmix.gradients.torch_rng import draws_apart
+from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_one_process
+from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.rules import Rule, State, noise, take_step
 from modelmix.training.sampling import (
     POISSON,

@@ -20,7 +20,6 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,11 +33,6 @@ _UNIT = 2.0**-53
 
 def _derive(key: bytes, label: str, size: int) -> bytes:
     return hashlib.shake_256(key + label.encode()).digest(size)
-
-
-def draws_apart(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn from torch's own generators within, for dropout and the like, is not missing from them outside."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 class StepRandomness:

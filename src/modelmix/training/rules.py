@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmix._checks import at_least_zero
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import at_least_zero
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.training.mixing import PADDINGS, midpoint, padded_gap
 from modelmix.training.randomness import StepRandomness

@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.training.guard import ALONE
-from modelmix.training.memory import WatchedFunction
-from modelmix.training.randomness import draws_apart
+from modelmix.gradients.memory import ALONE, WatchedFunction
+from modelmix.gradients.torch_rng import draws_apart
 from modelmix.training.sending import sent
 
 _ON_DEVICE = 4 * 2**30

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from modelmix.accounting.validation import positive, whole
+from modelmix._checks import positive, whole
 from modelmix.errors import ModelMixError
 
 _SHAPES = ("pieces", "linear", "cosine")

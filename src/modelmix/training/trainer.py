@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from modelmix._checks import whole
+from modelmix._format import up
 from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee, quick_epsilon
@@ -27,23 +29,22 @@ from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan
-from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.format import up
-from modelmix.training import engines
+from modelmix.gradients import engines
+from modelmix.gradients.clipping import Clip, ClippedSum
+from modelmix.gradients.memory import Watch, WatchedFunction
+from modelmix.gradients.parameters import FlatParameters
+from modelmix.gradients.torch_rng import draws_apart
+from modelmix.runs.record import Record
 from modelmix.training.augment import apply_augmentation
-from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.evaluation import evaluate, evaluating, is_classification
 from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_one_process
 from modelmix.training.identity import code_digest
-from modelmix.training.memory import Watch, WatchedFunction
-from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
-from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
-from modelmix.training.record import Record
+from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.rules import Rule, State, propose_step
 from modelmix.training.sampling import Ahead, Chunk, DatasetSource, TensorSource, as_source, check_items_alone
 from modelmix.training.schedules import Schedule, schedule

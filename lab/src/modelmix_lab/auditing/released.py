@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from modelmix.accounting.laws import Gaussian
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.audit.bounds import Array, LowerBound, epsilon_lower_bound
-from modelmix.audit.mechanism import canary_size, log_ratio
-from modelmix.audit.training import implant
+from modelmix.auditing.bounds import Array, LowerBound, epsilon_lower_bound
+from modelmix.auditing.mechanism import canary_size, log_ratio
+from modelmix.auditing.training import implant
 from modelmix.training.mixing import midpoint
 from modelmix.training.rules import Rule, State, take_step
 

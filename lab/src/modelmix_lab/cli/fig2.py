@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.cli import show
 from modelmix.errors import ModelMixError
 from modelmix_lab.experiments import fig2

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from modelmix._files import write_atomically
 from modelmix.cli import show
 from modelmix.cli.options import Json
-from modelmix.files import write_atomically
 from modelmix_lab.experiments import tables
 from modelmix_lab.experiments.results import read
 from modelmix_lab.experiments.tables import KINDS, Row, Table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from modelmix.accounting.validation import whole
+from modelmix._checks import whole
 from modelmix.cli import show
 from modelmix.cli.options import Knobs
 from modelmix.cli.start import needs_torch, plain_warnings

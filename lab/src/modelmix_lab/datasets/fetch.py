@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from modelmix._files import write_atomically
 from modelmix.data.directory import directory
 from modelmix.errors import ModelMixError
-from modelmix.files import write_atomically
 from modelmix_lab.datasets import archive, catalogue, checksum
 from modelmix_lab.datasets.checksum import File
 from modelmix_lab.datasets.download import Patience, download, missing

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from modelmix._files import write_atomically
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.files import write_atomically
 
 DELTA = 1e-5
 
@@ -46,7 +46,7 @@ ATTACKS = (("norm", 150, 10_000, 0, 16), ("momentum", RELEASED_STEPS, 100_000, 2
 
 
 def mechanism_row(case: tuple[str, Mechanism, int, int]) -> dict[str, Any]:
-    from modelmix.audit.mechanism import audit_mechanism
+    from modelmix.auditing.mechanism import audit_mechanism
 
     name, mechanism, steps, trials = case
     found = audit_mechanism(mechanism, DELTA, steps=steps, trials=trials, seed=1)
@@ -75,7 +75,7 @@ def released_scores(case: tuple[str, int, int, int]) -> tuple[Any, Any]:
 
 
 def main(path: str) -> None:
-    from modelmix.audit.bounds import epsilon_lower_bound
+    from modelmix.auditing.bounds import epsilon_lower_bound
 
     claimed = guarantee(Ledger().add(RELEASED, RELEASED_STEPS), DELTA).epsilon
     attacks = []

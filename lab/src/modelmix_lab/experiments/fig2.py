@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmix._checks import whole
+from modelmix._files import write_atomically
 from modelmix.accounting.calibration import calibrate
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.pld import equal_variance
-from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.files import write_atomically
 
 if TYPE_CHECKING:
     from modelmix.data import DataSet

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from modelmix._version import __version__
+from modelmix.config.preparation import Prepared
+from modelmix.config.recipe import Recipe
 from modelmix.errors import ModelMixError
-from modelmix.experiments.preparation import Prepared
-from modelmix.experiments.recipe import Recipe
 from modelmix.training import Performance, Trainer
 from modelmix_lab.experiments.results import Result, account, place
 from modelmix_lab.experiments.store import Store

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from modelmix._files import write_atomically
 from modelmix.accounting.guarantee import By, epsilon, guarantee
 from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError
-from modelmix.files import write_atomically
 from modelmix_lab.experiments.tables import KINDS, TABLES
 
 SCHEMA, VERSION = "modelmix-result", 1

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from modelmix.config.preparation import Prepared, prepare
+from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet
-from modelmix.experiments.preparation import Prepared, prepare
-from modelmix.experiments.recipe import Recipe
+from modelmix.gradients.engines import Engine
 from modelmix.models import Pixels, build
 from modelmix.training import Performance
-from modelmix.training.engines import Engine
 
 # What of a recipe decides what its images become.
 _PREPARATION = (

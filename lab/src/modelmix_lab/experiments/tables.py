@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelmix.config.recipe import Recipe, read_mapping
 from modelmix.errors import ModelMixError
-from modelmix.experiments.recipe import Recipe, read_mapping
 
 RECIPES = Path(__file__).parent / "recipes"
 TABLES = ("table1", "table2", "table3", "transfer", "embedding")

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelmix._checks import whole
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import whole
 from modelmix.errors import ModelMixError
-from modelmix.training.clipping import Clip
+from modelmix.gradients.clipping import Clip
 from modelmix.training.randomness import StepRandomness
 
 GROUPS = 27

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism
+from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet
 from modelmix.errors import ModelMixError
-from modelmix.experiments.recipe import Recipe
 from modelmix.kinds import Normalised
 from modelmix.training.randomness import Randomness
 from modelmix_lab.features.normalisation import ChannelNormalisation, group_normalise, private_channel_normalisation

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor, nn
 
-from modelmix.accounting.validation import positive, whole
+from modelmix._checks import positive, whole
 from modelmix.errors import ModelMixError
 from modelmix.models.residual import WideResNet16
 from modelmix_lab.features.views import views

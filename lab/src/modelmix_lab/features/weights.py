@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelmix._files import write_atomically
 from modelmix.errors import ModelMixError
-from modelmix.files import write_atomically
 from modelmix.models.residual import WideResNet16
 from modelmix_lab.features.prior import Lesson
 

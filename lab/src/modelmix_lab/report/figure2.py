@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modelmix.format import up
+from modelmix._format import up
 from modelmix.report import style
 
 if TYPE_CHECKING:

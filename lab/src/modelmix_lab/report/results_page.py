@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelmix.format import up
+from modelmix._format import up
 from modelmix_lab.experiments import tables
 from modelmix_lab.experiments.tables import KINDS, Row, Table
 from modelmix_lab.report.summary import Cell, Summary

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from modelmix.config.recipe import Recipe
 from modelmix.errors import ModelMixError
-from modelmix.experiments.recipe import Recipe
 from modelmix_lab.experiments import tables
 from modelmix_lab.experiments.results import Result
 from modelmix_lab.experiments.tables import Row

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from modelmix._checks import at_least_zero, positive
 from modelmix.accounting.facts import CHECKED_ORDERS
 from modelmix.accounting.laws import Law
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.moments import log_moments
-from modelmix.accounting.validation import at_least_zero, positive
 from modelmix.errors import ModelMixError, UnprovedError
 
 Array = NDArray[np.float64]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from modelmix.accounting.validation import rate
+from modelmix._checks import rate
 from modelmix.errors import ModelMixError, UnprovedError
 
 ADDED = "randomness is added, and independent of the samples"

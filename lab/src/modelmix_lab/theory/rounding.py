@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
+from modelmix._checks import positive, whole
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.validation import positive, whole
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix_lab.theory.localised import ADDED
 

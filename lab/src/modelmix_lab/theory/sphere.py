@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from modelmix._checks import positive, probability, rate, whole
 from modelmix.accounting.functions import log_bracket
 from modelmix.accounting.renyi import epsilons, orders_at, refine, sampled_curve
-from modelmix.accounting.validation import positive, probability, rate, whole
 from modelmix.errors import ModelMixError, UnprovedError
 
 Array = NDArray[np.float64]

@@ -1,0 +1,1 @@
+"""The clipped sum of per-sample gradients, by the engine that costs least."""

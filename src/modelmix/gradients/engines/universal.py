@@ -1,0 +1,221 @@
+"""The universal engine: ``torch.func`` maps the gradient of one sample over the batch, for any module.
+
+Each sample runs alone, so nothing can leak from one into the gradient of another.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._functorch import autograd_function
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from modelmix.errors import ModelMixError
+from modelmix.gradients.gradients import Dense, Gradients
+from modelmix.gradients.torch_rng import draws_apart
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """A model on its inputs: a tensor, a tuple of positional arguments or a dict of named ones."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, list | tuple):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _places(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(path, module, own name, value) of every place where a parameter lives, once, however it is tied."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        for own, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if names[id(p)] in parameters:
+                yield path, module, own, parameters[names[id(p)]]
+
+
+def call_at(model: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> Any:
+    """A model on its inputs with other values of its parameters, by the names of ``named_parameters``.
+
+    Every place where a parameter lives is named once. Left to find tied parameters by itself, ``functional_call`` swaps
+    a module that is registered twice two times, and does not put its parameters back.
+    """
+    places = {f"{path}.{own}".lstrip("."): value for path, _, own, value in _places(model, parameters)}
+    return call(lambda *a, **k: functional_call(model, places, a, k, tie_weights=False), inputs)
+
+
+@contextmanager
+def running_at(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """The model has these values of its parameters for a while, so that a backward pass finds them as well."""
+    places = [(module, own, module._parameters[own], value) for _, module, own, value in _places(model, parameters)]
+    try:
+        for module, own, _, value in places:
+            module._parameters[own] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for module, own, before, _ in places:
+            module._parameters[own] = before
+
+
+@contextmanager
+def any_speed() -> Iterator[None]:
+    """Operations that ``vmap`` runs one by one are right all the same; nobody can act on its warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def one_number(value: Tensor) -> Tensor:
+    """The loss of one sample; the mean, where the loss does not reduce."""
+    return value.reshape(()) if value.numel() == 1 else value.mean()
+
+
+def mean_loss(loss: Loss, outputs: Any, targets: Any, copies: int) -> Tensor:
+    """The mean over the copies of one sample of the loss of each."""
+    if copies == 1:
+        return one_number(loss(outputs, targets))
+    rows = [tree_map(lambda t, i=i: t[i : i + 1], (outputs, targets)) for i in range(copies)]
+    return torch.stack([one_number(loss(*row)) for row in rows]).mean()
+
+
+def split(tree: Any, copies: int) -> Any:
+    """m * copies x ... -> m x copies x ..."""
+    return tree_map(lambda t: t.reshape(t.shape[0] // copies, copies, *t.shape[1:]), tree)
+
+
+Kept = list[tuple[Any, Tensor]]
+"""Where the outputs of the model and the loss of every sample are put, if they are asked for."""
+
+
+def per_sample(
+    model: nn.Module,
+    loss: Loss,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    targets: Any,
+    copies: int,
+    names: AbstractSet[str] | None = None,
+    kept: Kept | None = None,
+) -> dict[str, Gradients]:
+    """The gradient of every sample, by parameter; of all of them, or of those that are named."""
+    fixed = {name: value.detach() for name, value in parameters.items()}
+    chosen = {name: value for name, value in fixed.items() if names is None or name in names}
+    form: list[Any] = []
+
+    def one(chosen: dict[str, Tensor], x: Any, y: Any) -> tuple[Tensor, Any]:
+        outputs = call_at(model, fixed | chosen, x)
+        value = mean_loss(loss, outputs, y, tree_leaves(x)[0].shape[0])
+        leaves, spec = tree_flatten(outputs)
+        form[:] = [spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        return value, (tensors, value.detach()) if kept is not None else ()
+
+    each = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+    with any_speed(), samples_apart():
+        found, aside = each(chosen, split(inputs, copies), split(targets, copies))
+    if kept is not None:
+        tensors = iter(t.flatten(0, 1) if t.dim() > 1 else t for t in aside[0])
+        kept.append((tree_unflatten([next(tensors) if v is None else v for v in form[1]], form[0]), aside[1]))
+    return {name: Dense(value) for name, value in found.items()}
+
+
+@contextmanager
+def samples_apart() -> Iterator[None]:
+    """Refuse functions and operators that bring a rule of their own for ``vmap``: it is given the whole batch."""
+    right = autograd_function.VmapInfo
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        op = sys._getframe(1).f_locals.get("op")  # torch makes this for nobody else than such a rule
+        namespace, module = getattr(op, "namespace", None), str(getattr(op, "__module__", ""))
+        ours = namespace in ("aten", "modelmix") if namespace else module.startswith(("torch.", "modelmix."))
+        if not ours:
+            raise OwnRuleError(f"{getattr(op, '__name__', op)} has a vmap rule of its own, which sees the whole batch")
+        return right(*arguments, **named)
+
+    autograd_function.VmapInfo = checked  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        autograd_function.VmapInfo = right  # type: ignore[misc]
+
+
+class OwnRuleError(RuntimeError):
+    """A function would see several samples at once."""
+
+
+def per_sample_loop(
+    model: nn.Module,
+    loss: Loss,
+    parameters: dict[str, Tensor],
+    inputs: Any,
+    targets: Any,
+    copies: int,
+    names: AbstractSet[str] | None = None,
+    kept: Kept | None = None,
+) -> dict[str, Gradients]:
+    """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
+    free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+    wanted = [name for name in free if names is None or name in names]
+    batch = split((inputs, targets), copies)
+    samples = tree_leaves(batch)[0].shape[0]
+    found = {name: free[name].new_zeros(samples, *free[name].shape) for name in wanted}
+    seen: list[tuple[Any, Tensor]] = []
+    seeds, device = torch.randint(2**31, (samples,), device="cpu").tolist(), tree_leaves(batch)[0].device
+    # All of it with these values: a layer that is computed again by the backward pass reads them again.
+    with torch.enable_grad(), running_at(model, free), _generators_apart(device):
+        for i in range(samples):
+            _seed_all(seeds[i])  # how much one sample draws, or that it seeds anew, is nothing to the next
+            x, y = tree_map(lambda t, i=i: t[i].clone(), batch)  # nothing of another sample within reach
+            outputs = call(model, x)
+            value = mean_loss(loss, outputs, y, copies)
+            if not value.requires_grad:
+                raise ModelMixError("the loss does not depend on any trained parameter.")
+            gradients = torch.autograd.grad(value, [free[name] for name in wanted], allow_unused=True)
+            for name, g in zip(wanted, gradients, strict=True):
+                if g is not None:
+                    found[name][i] = g.to_dense()
+            if kept is not None:
+                seen.append((tree_map(_detached, outputs), value.detach()))
+    if kept is not None:
+        outputs = tree_map(_joined, *(one for one, _ in seen)) if seen else None
+        kept.append((outputs, torch.stack([value for _, value in seen])))
+    return {name: Dense(value) for name, value in found.items()}
+
+
+@contextmanager
+def _generators_apart(device: torch.device) -> Iterator[None]:
+    """Put the states of torch's, Python's and numpy's generators back on exit."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002, models may draw from the old one
+    try:
+        with draws_apart(device):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _joined(*rows: Any) -> Any:
+    if not isinstance(rows[0], Tensor):
+        return rows[0]
+    return torch.cat(rows) if rows[0].dim() else torch.stack(rows)

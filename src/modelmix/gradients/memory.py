@@ -1,0 +1,332 @@
+"""Notice what a model, a criterion or an augmentation keeps of the samples it was given.
+
+Where samples run one after the other, or side by side in ``vmap``, nothing that Python can reach may carry one to the
+next. Contents are compared before and after: tensors by their values (a write through ``.data`` leaves no other trace),
+containers, attributes of modules registered or not, attributes of their classes, closures, and the globals that their
+functions name. What this cannot see is what lies outside the process, or behind an extension module.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import pickle
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import _lru_cache_wrapper, partial
+from operator import length_hint
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
+
+from modelmix.errors import UnprovedError
+
+FIXED = "whatever is not trained stays as it was"
+ALONE = "a sample's gradient depends on that sample and the released state alone"
+SAME_SET = "the coordinates trained are the ones that are noised, mixed and accounted for"
+_DEPTH = 12
+_BLOCK = 1024
+_LIBRARIES = frozenset([
+    "abc", "builtins", "contextlib", "enum", "functools", "importlib", "logging", "math", "modelmix", "numpy",
+    "pathlib", "re", "scipy", "threading", "torch", "transformers", "types", "typing", "warnings", "weakref",
+])  # fmt: skip
+"""Modules whose own objects keep nothing of samples, or nothing that a model could read back."""
+
+
+_SILENT = _LIBRARIES - {"numpy", "scipy", "torch", "transformers", "types"}
+"""Modules whose objects are not looked into: they change by themselves, or keep nothing that a model reads back."""
+
+
+def tensor_content(t: Tensor) -> Any:
+    """Return a value that changes with any entry of a tensor: sums over rows and columns of its words, with weights.
+
+    It is computed where the tensor lies. Changes that keep it are those of a deliberate collision.
+    """
+    (found,) = tensor_contents([t])
+    return found
+
+
+def tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
+    """``tensor_content`` of several tensors, with one wait for a device."""
+    places, sums = [], []
+    for t in tensors:
+        try:
+            places.append((t.data_ptr(), t._version))
+        except RuntimeError:  # a tensor of a transform, which has no memory of its own: it is its own identity
+            places.append((id(t), -1))
+        else:
+            if t.numel() and not t.is_meta and t.layout == torch.strided:
+                sums.append((len(places) - 1, _weighted_sum(t)))
+    out: list[Any] = list(places)
+    for device in {value.device for _, value in sums}:
+        here = [(i, value) for i, value in sums if value.device == device]
+        for (i, _), number in zip(here, torch.stack([value for _, value in here]).tolist(), strict=True):
+            out[i] = places[i], number
+    return out
+
+
+@torch.no_grad()
+def _weighted_sum(t: Tensor) -> Tensor:
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = flat if flat.numel() % 4 else flat.view(torch.int32)
+    whole = words[: words.numel() // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for sums in (whole.sum(0, dtype=torch.int64), whole.sum(1, dtype=torch.int64), words[whole.numel() :]):
+        total = total * 31 + (sums * torch.arange(1, sums.numel() + 1, device=t.device)).sum()
+    return total
+
+
+class Watch:
+    """Remember what may not change during training and complain when it did.
+
+    Args:
+        model: the model.
+        attributes: also watch everything else that its code can reach in Python. For engines that run the model's own
+            code on one sample after the other, or on several that must not know of each other.
+        parameters: the values that the model is run with, where they are not its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, attributes: bool = False, parameters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._model, self._attributes, self._parameters = model, attributes, dict(parameters or {})
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._fixed = self._contents()
+        self._kept = self._values() if attributes else {}
+
+    def _contents(self) -> dict[str, Any]:
+        fixed: dict[str, Tensor] = dict(self._model.named_buffers())
+        fixed |= {name: p for name, p in self._model.named_parameters() if name not in self._trained}
+        fixed |= {f"parameter {name}": p for name, p in self._parameters.items()}
+        return dict(zip(fixed, tensor_contents(list(fixed.values())), strict=True))
+
+    def _values(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        met = _trained(self._model)
+        for path, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                if name not in _TORCHS_OWN and name not in _computed(module):
+                    out[f"{path}.{name}".lstrip(".")] = content(value, met)
+            out[f"{path}.hooks".lstrip(".")] = [content(hook, met) for hook in _hooks(module)]
+            out[f"{path} (its class)".lstrip()] = _class_content(type(module), met)
+        return out
+
+    def check(self) -> None:
+        """Raise ``UnprovedError`` if anything changed since this was made."""
+        now = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        if now != self._trained:
+            odd = sorted(now ^ self._trained)[0]
+            raise UnprovedError(
+                SAME_SET,
+                f"{odd} was {'unfrozen or added' if odd in now else 'frozen or removed'} after training began.",
+                "Decide what is trained before making the trainer; begin a new run for another choice.",
+            )
+        contents = self._contents()
+        for name in sorted(set(contents) ^ set(self._fixed)) or sorted(contents):
+            if contents.get(name) != self._fixed.get(name):
+                raise UnprovedError(
+                    FIXED,
+                    f"{name} is not trained and yet was changed during training."
+                    if name.removeprefix("parameter ") == name
+                    else f"the model writes to its {name} while it runs.",
+                    "Keep buffers and frozen parameters as they are; statistics of private data cost budget.",
+                )
+        if not self._attributes:
+            return
+        kept = self._values()
+        for name in sorted(set(kept) | set(self._kept)):
+            if name not in kept or name not in self._kept or kept[name] != self._kept[name]:
+                raise UnprovedError(
+                    FIXED,
+                    f"the model's attribute {name} changed while samples ran: one could reach another through it.",
+                    "Compute it from the sample alone, or once in __init__; keep nothing of one forward pass.",
+                )
+
+
+class WatchedFunction:
+    """Remember what a function that is given samples keeps, and complain when it has changed: a criterion, say.
+
+    Args:
+        function: that is watched.
+        called: how messages name it.
+        model: whose trained parameters it may reach, which steps change.
+    """
+
+    def __init__(self, function: Any, called: str, model: nn.Module | None = None) -> None:
+        self._function, self._called, self._model = function, called, model
+        self._kept = self._now()
+
+    def _now(self) -> Any:
+        return content(self._function, {} if self._model is None else _trained(self._model))
+
+    def check(self) -> None:
+        """Raise ``UnprovedError`` if anything changed since this was made."""
+        if self._now() != self._kept:
+            raise UnprovedError(
+                FIXED,
+                f"{self._called} kept something of the samples it was given: one could reach another through it.",
+                "Compute it from the sample alone, and keep nothing between calls.",
+            )
+
+
+def _trained(model: nn.Module) -> dict[int, int]:
+    """Trained parameters, as looked at already: steps change them, and passes are watched for that elsewhere."""
+    return {id(p): _DEPTH for p in model.parameters() if p.requires_grad}
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Registries of parameters, buffers, modules and hooks."""
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """What else runs with a module; torch's own hooks recompute weights and keep nothing of samples."""
+    every = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in every if not type(hook).__module__.startswith(("torch.", "modelmix."))]
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """Attributes that torch itself computes from the parameters whenever a module runs."""
+    if isinstance(module, nn.RNNBase):
+        return {"_flat_weights", "_flat_weight_refs"}
+    return {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)}
+
+
+def content(value: Any, met: dict[int, int], depth: int = _DEPTH) -> Any:
+    """Return something that is equal as long as a value, and what it is made of, stays what it is.
+
+    Args:
+        met: what was looked at already, by its identity, with the depth left for it then.
+    """
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), repr(value)
+    if met.get(id(value), -1) >= depth:
+        return id(value)
+    met[id(value)] = depth
+    if isinstance(value, Tensor):
+        return id(value), tensor_content(value)
+    if isinstance(value, np.ndarray):
+        plain = value.dtype.hasobject is False
+        if plain:
+            return id(value), hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()
+        return id(value), [content(v, met, depth - 1) for v in value.flat]
+    if isinstance(value, bytearray | memoryview):
+        return id(value), bytes(value)
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return id(value), value.closed or (value.getvalue(), value.tell())
+    if isinstance(value, torch.Generator):
+        return id(value), hashlib.blake2b(value.get_state().numpy().tobytes()).digest()
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        # NumPy's own text of a state may be shortened; pickled it is whole.
+        return id(value), hashlib.blake2b(pickle.dumps(value)).digest()
+    if isinstance(value, ModuleType | BuiltinFunctionType) or depth <= 0:
+        return id(value)
+    return id(value), [content(v, met, depth - 1) for v in _inside(value)]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value is made of, as far as Python shows it."""
+    if isinstance(value, Mapping):
+        for k, v in list(value.items()):
+            yield from (k, v)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from sorted(value, key=id) if isinstance(value, set | frozenset) else value
+    elif isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        yield -1 if frame is None else frame.f_lasti
+        yield from () if frame is None else frame.f_locals.values()
+        yield value.gi_yieldfrom
+    elif isinstance(value, enumerate | zip | map | filter):
+        yield from value.__reduce__()[1]
+    elif type(value).__module__ == "builtins" and isinstance(value, Iterator):
+        yield length_hint(value, -1)
+    elif isinstance(value, _lru_cache_wrapper):
+        yield from (value.cache_info().misses, value.cache_info().currsize)  # what is only read again is no memory
+        yield from gc.get_referents(value)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from (_cell(cell) for cell in value.__closure__ or ())
+        yield from (value.__defaults__, value.__kwdefaults__, vars(value))
+        if not _is_library(value.__module__):
+            yield from _reached(value)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, type):
+        if not _is_library(value.__module__):
+            yield from (v for k, v in vars(value).items() if k not in ("__dict__", "__weakref__", "__doc__"))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield value.fget
+    elif isinstance(value, nn.Module):
+        for k, v in vars(value).items():
+            if k not in _TORCHS_OWN and k not in _computed(value):
+                yield from (k, v)
+        for registry in (value._parameters, value._buffers, value._modules):
+            for k, v in registry.items():
+                yield from (k, v)
+        yield type(value)
+    elif isinstance(value, SimpleNamespace):
+        yield vars(value)
+    elif type(value).__module__ in ("itertools", "array", "_random", "random"):
+        yield repr(value.getstate() if type(value).__module__ == "random" else value)
+    elif (type(value).__module__ or "").split(".")[0] not in _SILENT:
+        yield from (getattr(value, "__dict__", None), type(value))
+        for slot in (s for c in type(value).__mro__ for s in _slots(c)):
+            yield getattr(value, slot, None)
+
+
+def _class_content(kind: type, met: dict[int, int]) -> Any:
+    """The content of a module's classes, up to torch's own: their attributes and the globals their methods name."""
+    return [content(c, met) for c in kind.__mro__ if not _is_library(c.__module__)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _reached(function: FunctionType) -> Iterator[Any]:
+    """The globals that a function may look up by name, and what it may look up in modules among them."""
+    names = _names(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            if not _is_library(value.__name__):
+                yield from (vars(value).get(inner) for inner in names)
+        else:
+            yield value
+
+
+def _names(code: CodeType) -> list[str]:
+    """The names of globals that a function's code, or that of functions within it, may look up."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    found = {*code.co_names, *(name for c in inner for name in _names(c))}
+    if "globals" in found:
+        found |= {c for c in code.co_consts if isinstance(c, str)}
+    return sorted(found)
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "builtins").split(".")[0] in _LIBRARIES
+
+
+def _cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
