@@ -99,6 +99,49 @@ print(round(mm.epsilon(mm.Mechanism(0.335, 0.03, 11.25, 100), 1e-5, steps=3400),
     assert done.stdout.strip() == "7.2502"
 
 
+def test_importing_the_package_is_quick_and_loads_nothing_heavy():
+    program = f"""
+import sys, time
+start = time.perf_counter()
+import modelmix
+print(time.perf_counter() - start, *(name for name in (*{HEAVY!r}, "numpy", "scipy") if name in sys.modules))
+"""
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in "123"]
+    seconds = [run.stdout.split() for run in runs]
+    assert all(len(words) == 1 for words in seconds), seconds
+    assert min(float(words[0]) for words in seconds) < 0.3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["curve", "--z", "1", "--q", "0.1", "--steps", "5"],
+        ["compare", "--map"],
+        ["clip-advice"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_plot_without_matplotlib_says_what_to_install(arguments, tmp_path):
+    program = f"import sys; sys.modules['matplotlib'] = None; from modelmix.cli import main; main({arguments!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("modelmix: error: plots need matplotlib: install it with pip install 'modelmix[report]'.\n")
+
+
+def test_a_run_without_matplotlib_ends_without_a_page_and_says_so(tmp_path):
+    arguments = ["train", "--steps", "1", "--model", "linear", "--batch", "64", "--out", "here"]
+    program = f"import sys; sys.modules['matplotlib'] = None; from modelmix.cli import main; main({arguments!r})"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no page was written: it needs matplotlib" in done.stderr
+    assert "Report:" not in done.stdout
+    assert not (tmp_path / "here" / "report.html").exists()
+    assert (tmp_path / "here" / "certificate.json").exists()
+
+
 def test_training_without_torch_says_what_to_install():
     program = """
 import sys

@@ -6,24 +6,39 @@
 7.25
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from modelmix._version import __version__
-from modelmix.accounting.accountant import rdp
-from modelmix.accounting.calibration import calibrate, max_steps
-from modelmix.accounting.comparison import compare
-from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.guarantee import Guarantee, delta, epsilon, epsilon_curve, guarantee
-from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
-from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
-from modelmix.accounting.plan import Plan, plan
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 
-if TYPE_CHECKING:  # so that types are known where torch is not loaded before it is needed
+if TYPE_CHECKING:  # so that types are known where nothing is loaded before it is needed
+    from modelmix.accounting.accountant import rdp
+    from modelmix.accounting.calibration import calibrate, max_steps
+    from modelmix.accounting.comparison import compare
+    from modelmix.accounting.embedding import EmbeddingMechanism
+    from modelmix.accounting.guarantee import Guarantee, delta, epsilon, epsilon_curve, guarantee
+    from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
+    from modelmix.accounting.ledger import Ledger
+    from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
+    from modelmix.accounting.plan import Plan, plan
     from modelmix.training import Clip, Embedding, Performance, Schedule, Trainer, clipped_sum, make_private
 
-_TRAINING = ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private")
+# Loading numpy, scipy and torch takes longer than most programs that import this package need.
+_HOMES = {
+    "accounting.accountant": ("rdp",),
+    "accounting.calibration": ("calibrate", "max_steps"),
+    "accounting.comparison": ("compare",),
+    "accounting.embedding": ("EmbeddingMechanism",),
+    "accounting.guarantee": ("Guarantee", "delta", "epsilon", "epsilon_curve", "guarantee"),
+    "accounting.laws": ("Gaussian", "Laplace", "Law", "Mixed"),
+    "accounting.ledger": ("Ledger",),
+    "accounting.mechanism": ("Mechanism", "equal_variance_gaussian", "mixing_width"),
+    "accounting.plan": ("Plan", "plan"),
+    "training": ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private"),
+}
+_HOME = {name: f"modelmix.{home}" for home, names in _HOMES.items() for name in names}
+_NAMESPACES = ("accounting", "auditing", "config", "data", "features", "gradients", "models", "runs", "training")
 
 __all__ = [
     "BudgetExceeded",
@@ -65,11 +80,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Training needs torch; an epsilon must not.
-    if name not in _TRAINING:
+    if name not in _HOME and name not in _NAMESPACES:
         raise AttributeError(f"module 'modelmix' has no attribute {name!r}")
     try:
-        from modelmix import training
+        if name in _NAMESPACES:
+            return import_module(f"modelmix.{name}")
+        found = getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
         raise ModelMixError(f"{name} needs {error.name}: install it with pip install 'modelmix[train]'.") from None
-    return getattr(training, name)
+    globals()[name] = found
+    return found

@@ -13,7 +13,7 @@ from scipy import integrate, stats
 import modelmix as mm
 from modelmix.accounting.laws import Gaussian, Laplace, Mixed
 from modelmix.theory import worth
-from modelmix.theory.amplification import loss_moments
+from modelmix.theory.loss import loss_moments
 
 
 @pytest.mark.parametrize(("z", "omega"), [(1.0, 0.5), (1.0, 3.0), (0.3, 4.0), (0.1, 3.3)])

@@ -16,14 +16,15 @@ from scipy import integrate, special
 
 import modelmix as mm
 from modelmix.accounting.laws import Gaussian, Laplace, Mixed
-from modelmix.theory import amplification as closed
+from modelmix.theory.loss import loss_moments
 from modelmix_lab.experiments import amplification as experiment
+from modelmix_lab.theory import amplification as closed
 
 
 @settings(max_examples=30)
 @given(z=st.floats(0.05, 50), s=st.floats(0.01, 1))
 def test_plain_laws_have_closed_forms(z, s):
-    gaussian, laplace = (closed.loss_moments(law(z), s) for law in (Gaussian, Laplace))
+    gaussian, laplace = (loss_moments(law(z), s) for law in (Gaussian, Laplace))
     assert gaussian.mean == pytest.approx(s * s / (2 * z * z), rel=1e-8)
     assert gaussian.variance == pytest.approx(s * s / (z * z), rel=1e-8)
     t = s / z
@@ -61,7 +62,7 @@ def test_quadrature_meets_the_papers_densities(law, z, omega):
     pieces = [-omega / 2 - reach, *sorted({-omega / 2, omega / 2, 1 - omega / 2, 1 + omega / 2}), 1 + omega / 2 + reach]
     mean, second = (sum(moment(power, *ends) for ends in pairwise(pieces)) for power in (1, 2))
     noise = Laplace(z) if law == "laplace" else Gaussian(z)
-    found = closed.loss_moments(Mixed(noise, omega))
+    found = loss_moments(Mixed(noise, omega))
     assert found.mean == pytest.approx(mean, rel=1e-6)
     assert found.variance == pytest.approx(second - mean**2, rel=1e-6)
 
@@ -69,7 +70,7 @@ def test_quadrature_meets_the_papers_densities(law, z, omega):
 @pytest.mark.parametrize("law", [Laplace(0.3), Laplace(3.0), Gaussian(0.4), Gaussian(3.0)])
 def test_mean_and_variance_fall_like_one_over_tau_without_logarithms(law):
     """The paper has log(tau)^3/tau; by quadrature omega times either settles."""
-    found = [closed.loss_moments(Mixed(law, omega)) for omega in (300.0, 3e3, 3e4)]
+    found = [loss_moments(Mixed(law, omega)) for omega in (300.0, 3e3, 3e4)]
     means, variances = ([getattr(m, name) * w for m, w in zip(found, (300, 3e3, 3e4), strict=True)]
                         for name in ("mean", "variance"))  # fmt: skip
     assert means == pytest.approx([means[-1]] * 3, rel=1e-6)
@@ -83,7 +84,7 @@ def test_the_lemma_for_gaussian_noise_hides_small_constants():
         for omega in (100.0, 1e3, 1e5):
             assert omega > max(2 * z * math.log(omega) + 2, math.exp(3 / z), 2)  # the lemma's condition
             log_rho = 1 / z + math.sqrt(2 * math.log(omega))
-            found = closed.loss_moments(Mixed(Gaussian(z), omega))
+            found = loss_moments(Mixed(Gaussian(z), omega))
             ratios.append(found.mean * omega / (log_rho**2 + z * log_rho))
             ratios.append(found.variance * omega / (log_rho / z**3 + log_rho**3 / z + z * log_rho))
     assert min(ratios) > 0.005
@@ -96,7 +97,7 @@ def test_the_lemma_for_laplace_noise_holds():
     for z in (0.1, 0.3, 1.0, 3.0, 20.0):
         for omega in (2.0, 5.0, 30.0, 1e3, 1e6):
             if omega > max(2 * z * math.log(omega) + 1, 1):
-                lemma, exact = closed.laplace_lemma(z, omega), closed.loss_moments(Mixed(Laplace(z), omega))
+                lemma, exact = closed.laplace_lemma(z, omega), loss_moments(Mixed(Laplace(z), omega))
                 ratios += [exact.mean / lemma.mean, exact.variance / lemma.variance]
     assert len(ratios) > 30
     assert max(ratios) < 0.25
@@ -126,7 +127,7 @@ def test_the_sum_of_losses_stays_below_bernsteins_epsilon(z, omega, steps, count
     o = law.sample(rng, (4000, steps * count)) + shift
     loss = (law.log_density(o.ravel() - shift) - law.log_density(o.ravel())).reshape(o.shape).sum(1)
     assert np.sum(loss > bound) <= 255
-    mean = steps * closed.loss_moments(law, shift).mean * count
+    mean = steps * loss_moments(law, shift).mean * count
     assert loss.mean() == pytest.approx(mean, abs=5 * loss.std() / math.sqrt(4000))
     assert np.mean(loss > 0.9 * mean) > 0.3  # such sums do occur
 
@@ -140,7 +141,7 @@ def test_the_printed_deviation_is_too_small():
     z, omega, steps, delta = 100.0, 1e5, 3, 1e-10
     chance = (-math.expm1(-omega / z) * z / (2 * omega)) ** 3
     loss, ell = 1 / z, -math.log(delta)
-    found = closed.loss_moments(Mixed(Laplace(z), omega))
+    found = loss_moments(Mixed(Laplace(z), omega))
     printed = steps * found.mean + math.sqrt(2 * (steps * found.variance * ell + ell * loss**2 / 9)) + ell * loss**2 / 3
     assert chance > delta
     assert steps * loss > printed
@@ -204,7 +205,7 @@ def test_truncation_bounds_every_vertex(z, p, omega):
     """sqrt(p) coordinates of 1/sqrt(p), the bound that is used, against the vertex with whole coordinates."""
     mechanism = mm.Mechanism(z, 1.0, omega, p=p, law="laplace")
     law = mechanism.coordinate_law
-    vertex = sum(count * closed.loss_moments(law, size).mean for size, count in mechanism.worst_gradient)
+    vertex = sum(count * loss_moments(law, size).mean for size, count in mechanism.worst_gradient)
     assert closed.bernstein(mechanism, 1e-5, 7).drift >= 7 * vertex * (1 - 1e-12)
 
 

@@ -116,8 +116,11 @@ def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, q
 
 
 def _plot(found: Any, run: Path, out: Path | None, claimed: float) -> list[Path]:
+    from modelmix.report import style
     from modelmix.report.audit import draw
 
+    if not style.available() and out is None:
+        return []
     path = out or (run / "audit.png" if run.is_dir() else Path("audit.png"))
     title = f"claimed epsilon {show.up(claimed, 2)}, at least {found.bound.epsilon:.2f}"
     return draw(found.without, found.with_canary, title, path)

@@ -273,7 +273,7 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
             "seeded": ledger.seeded,
             "counted": [note for found in recipe.spent_claims() for note in found.notes],
             "steps": trainer.step,
-            "report": str(folder / "report.html"),
+            "report": str(folder / "report.html") if (folder / "report.html").exists() else None,
         }
         print(show.as_json(out))
         return
@@ -295,7 +295,8 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
     elif recipe.seed is not None:
         notes.append(f"{SEEDED[0].upper()}{SEEDED[1:]}.")
     notes += [note for found in recipe.spent_claims() for note in found.notes]
-    notes.append(f"Report: {folder / 'report.html'}")
+    if (folder / "report.html").exists():
+        notes.append(f"Report: {folder / 'report.html'}")
     notes.append(f"Check it: modelmix verify {quote(str(folder))} --delta {recipe.delta!r}")
     show.table(f"{recipe.name}, delta = {recipe.delta:g}", ["", ""], rows, notes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,24 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+def require() -> None:
+    """Refuse to draw where matplotlib is not installed."""
+    if not available():
+        raise ModelMixError("plots need matplotlib: install it with pip install 'modelmix[report]'.")
+
+
+def available() -> bool:
+    """Whether plots can be drawn."""
+    try:
+        return find_spec("matplotlib") is not None
+    except ValueError:  # taken out by hand
+        return False
+
+
 @contextmanager
 def look() -> Iterator[None]:
     """The house style, without touching the user's settings or needing a screen."""
+    require()
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,6 +67,7 @@ def look() -> Iterator[None]:
 
 def prepare(path: Path) -> None:
     """Makes the folder of a plot and refuses a name that cannot be drawn to, before anything is computed."""
+    require()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ModelMixError(f"cannot draw {path}: the name must end in .png, .svg or .pdf.")
     try:

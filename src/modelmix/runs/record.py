@@ -8,6 +8,7 @@ they were, because the ledger and the page speak of one run; the plan may be a l
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from modelmix.runs.folder import SCHEMA, VERSION, RunFolder
 
 Fingerprint = Callable[[bytes], str]
 _SALT_BYTES = 16
+_log = logging.getLogger(__name__)
 
 
 class Record:
@@ -196,6 +198,7 @@ class Record:
         certificate: Mapping[str, Any] | None,
     ) -> None:
         """The models, the diagnostics, the certificate and the page."""
+        from modelmix.report import style
         from modelmix.runs.page import write_report
 
         if certificate is None:
@@ -207,7 +210,10 @@ class Record:
         for name, state in models.items():
             self.folder.save_model(name, state)
         self.folder.write_json("diagnostics.json", diagnostics, secret=True)
-        write_report(self.folder.path)
+        if style.available():
+            write_report(self.folder.path)
+        else:
+            _log.info("no page was written: it needs matplotlib, pip install 'modelmix[report]'; then modelmix report RUN")
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

@@ -1,1 +1,1 @@
-"""The paper's theorems as functions: utility, clipping, amplification, randomness beyond noise. Never imports torch."""
+"""What advice on clips and the price of mixing need of the paper's theorems. Never imports torch."""

@@ -23,7 +23,7 @@ from modelmix.accounting.calibration import smallest_safe
 from modelmix.accounting.laws import Gaussian, Law, Mixed
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.theory.amplification import loss_moments
+from modelmix.theory.loss import loss_moments
 
 _SMALL = 1e-3
 _TOLERANCE = 1e-4

@@ -187,9 +187,10 @@ def amplification(
 
     from modelmix.accounting.laws import Laplace, Mixed
     from modelmix.report import style
-    from modelmix.theory import amplification as closed
+    from modelmix.theory.loss import loss_moments
     from modelmix_lab.experiments import amplification as experiment
     from modelmix_lab.report import amplification as picture
+    from modelmix_lab.theory import amplification as closed
 
     style.prepare(out)
     found = experiment.composition(z, steps, delta, np.geomspace(2, 2e5, 31))
@@ -201,7 +202,7 @@ def amplification(
         return
     rows = []
     for i in range(0, len(found.omega), 6):
-        loss = closed.loss_moments(Mixed(Laplace(z), float(found.omega[i])))
+        loss = loss_moments(Mixed(Laplace(z), float(found.omega[i])))
         rows.append(
             [f"{found.omega[i]:.4g}", f"{loss.mean:.4g}", f"{loss.variance:.4g}", show.up(found.renyi[i]),
              show.up(found.bernstein[i]), "-" if found.lemma[i] != found.lemma[i] else show.up(found.lemma[i])]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from modelmix.accounting.accountant import epsilon
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.theory.amplification import bernstein, law_window
+from modelmix_lab.theory.amplification import bernstein, law_window
 
 Array = NDArray[np.float64]
 _SPAN = 6
