@@ -36,7 +36,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee
+from modelmix.accounting.guarantee import Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
@@ -711,7 +711,7 @@ class PrivateOptimizer(Optimizer):
     def guarantee(self) -> Guarantee:
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
-        held = [*PRECONDITIONS]
+        held = []
         if loop.engine.name != "hooks":
             held.append("model and criterion keep nothing of one sample outside of the process while they run others")
         planned = loop.planned
