@@ -253,7 +253,7 @@ def test_what_a_number_rests_on_besides_theorems(mechanisms, assumed):
     ledger = mm.Ledger()
     for mechanism in mechanisms:
         ledger = ledger.add(mechanism, 2)
-    assert module.assumptions(ledger) == assumed
+    assert module.assumptions(ledger) == (*assumed, *module.PRECONDITIONS)
 
 
 # What is asked, without any accountant.
@@ -296,7 +296,19 @@ def found(monkeypatch):
 def test_a_guarantee_carries_the_claim_of_its_ledger(found):
     ledger = mm.Ledger(unit="person", population=50, seeded=True).add(MIXED, 3)
     assert mm.guarantee(ledger, 1e-3, by="classic") == mm.Guarantee(
-        2.0, 1e-3, "RDP", 3.0, "a reason", "zero-out", "person", 50, 3, True, ASSUMED[:1], (), (50,)
+        2.0,
+        1e-3,
+        "RDP",
+        3.0,
+        "a reason",
+        "zero-out",
+        "person",
+        50,
+        3,
+        True,
+        (ASSUMED[0], *module.PRECONDITIONS),
+        (),
+        (50,),
     )
     assert found == [("_best", ledger, 1e-3, "classic")]
     assert mm.epsilon(ledger, 1e-3, by="renyi", adjacency="replace-one") == 5

@@ -27,8 +27,9 @@ def test_momentum_alone_with_truncated_canaries():
         assert (found > claimed) is refuted
 
 
-def test_the_released_configuration_is_attacked_where_it_is_weak(run, tmp_path):
+def test_the_released_configuration_is_attacked_where_it_is_weak(run, tmp_path, monkeypatch):
     """What is claimed here is the account of mixing that norm layers do not get."""
+    monkeypatch.chdir(tmp_path)  # where the plot is drawn
     mechanism = mm.Mechanism(0.307, 0.5, 400.0, p=100)
     mm.Ledger(unproved=("norm layers are not mixed",)).add(mechanism, 20).save(tmp_path / "ledger.json")
     code, out, error = run("audit", tmp_path / "ledger.json", "--quick", "--delta", 1e-2, "--trials", 100, "--json")

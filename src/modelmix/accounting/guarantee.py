@@ -160,18 +160,17 @@ class Guarantee:
         """The number and for whom it holds, in one line."""
         return f"epsilon {up(self.epsilon)} at delta {self.delta:g} ({self.accountant}). {self.scope}"
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Everything that goes with the number wherever it is printed: for whom it holds, and what is assumed."""
+        return (self.scope, *(f"Assumed: {line}." for line in self.assumed), *self.notes)
+
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                self.statement,
-                *(f"Assumed: {line}." for line in self.assumed),
-                *self.notes,
-            ]
-        )
+        return "\n".join([self.statement, *self.lines[1:]])
 
 
 def assumptions(ledger: Ledger) -> tuple[str, ...]:
-    """What an epsilon of this ledger rests on besides theorems, where it does."""
+    """What an epsilon of this ledger rests on besides theorems, and what nobody can prove from outside."""
     out = []
     if any(phase.mechanism.mixed for phase in ledger.phases):
         out.append(
@@ -181,7 +180,7 @@ def assumptions(ledger: Ledger) -> tuple[str, ...]:
         out.append("quadrature error of the moments estimated by halving panels, and added tenfold")
     if any(isinstance(phase.mechanism, EmbeddingMechanism) for phase in ledger.phases):
         out.append("the samples in whose directions gradients are embedded are public")
-    return tuple(out)
+    return (*out, *PRECONDITIONS)
 
 
 def as_ledger(source: Source, steps: int | None = None) -> Ledger:

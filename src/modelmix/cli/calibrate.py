@@ -90,7 +90,7 @@ def calibrate(
         f"epsilon {show.up(reached.epsilon)} ({reached.accountant}; target {epsilon:g}) at delta = {options.delta:g}",
         ["", "value"],
         [[show.bold(unknown), show.bold(f"{answer:.7g}")]],
-        [show.phase_line(ledger.phases[0]), "Rounded to the safe side.", reached.scope, *reached.notes],
+        [show.phase_line(ledger.phases[0]), "Rounded to the safe side.", *reached.lines],
     )
 
 

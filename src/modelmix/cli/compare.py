@@ -69,9 +69,7 @@ def compare(
         ],
         [
             show.phase_line(phase),
-            ours.scope,
-            *ours.notes,
-            *(f"Assumed: {line}." for line in ours.assumed),
+            *ours.lines,
             *notes,
             "Noise std: of everything added to one coordinate, mixing included. At equal epsilon less is better.",
         ],

@@ -77,5 +77,5 @@ def curve(
         f"epsilon against {result.axis}: {result.title}",
         [over, *result.lines],
         rows,
-        [result.end.scope, *result.end.notes, *notes, f"drawn: {', '.join(map(str, written))}"],
+        [*result.end.lines, *notes, f"drawn: {', '.join(map(str, written))}"],
     )

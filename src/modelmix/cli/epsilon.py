@@ -82,7 +82,7 @@ def epsilon(
     if other_delta is not None:
         rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "best proved"])
     notes = [show.phase_line(phase) for phase in ledger.phases] + ([best.reason] if best.reason else [])
-    notes += [best.scope, *best.notes, *(f"Assumed: {line}." for line in best.assumed), *counted]
+    notes += [*best.lines, *counted]
     show.table(f"epsilon at delta = {options.delta:g}", ["", "epsilon", " by"], rows, notes)
 
 

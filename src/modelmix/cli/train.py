@@ -291,7 +291,7 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
     rows += [["steps", f"{trainer.step:,}"], ["seconds, rounded to tens", f"{last.get('seconds', 0):.0f}"]]
     notes = [f"not proved: {reason}" for reason in ledger.unproved]
     if best is not None:
-        notes += [best.scope, *best.notes]
+        notes += best.lines
     elif recipe.seed is not None:
         notes.append(f"{SEEDED[0].upper()}{SEEDED[1:]}.")
     notes += [note for found in recipe.spent_claims() for note in found.notes]

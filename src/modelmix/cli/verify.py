@@ -55,9 +55,7 @@ def verify(
             ["phase", "steps", " mechanism"],
             rows,
             [
-                best.scope,
-                *(f"Assumed: {line}." for line in best.assumed),
-                *best.notes,
+                *best.lines,
                 *([] if so_far is None else [_stopped(planned, book, so_far)]),
             ],
         )

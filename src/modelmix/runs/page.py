@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelmix.accounting.guarantee import COVERED, PRECONDITIONS, SEEDED, Guarantee, guarantee
+from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix._files import write_atomically
 from modelmix._format import up
@@ -79,7 +79,7 @@ def proved(run: Run, *, public: bool = False) -> Guarantee | None:
     where = "" if public or run.diagnostics is None else ", in the marked box below"
     excluded = [] if run.test_public else [words.TEST_METRICS]
     excluded.append(f"diagnostics of the training: norms, clips and batch sizes{where}")
-    assumed = (*found.assumed, *PRECONDITIONS, *words.assumed_by(run.recipe))
+    assumed = (*found.assumed, *words.assumed_by(run.recipe))
     return replace(found, assumed=assumed, excluded=tuple(excluded))
 
 

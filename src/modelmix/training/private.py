@@ -38,7 +38,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from modelmix._checks import positive, whole
 from modelmix._files import write_atomically
-from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee
+from modelmix.accounting.guarantee import Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
@@ -712,7 +712,7 @@ class PrivateOptimizer(Optimizer):
     def guarantee(self) -> Guarantee:
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
-        held = [*PRECONDITIONS]
+        held = []
         if loop.engine.name != "hooks":
             held.append("model and criterion keep nothing of one sample outside of the process while they run others")
         planned = loop.planned

@@ -24,7 +24,7 @@ from modelmix._checks import whole
 from modelmix._format import up
 from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.guarantee import PRECONDITIONS, Guarantee, quick_epsilon
+from modelmix.accounting.guarantee import Guarantee, quick_epsilon
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
@@ -516,11 +516,10 @@ class Trainer:
         return self._plan.guarantee()
 
     def _preconditions(self) -> list[str]:
-        """What nobody can prove from outside."""
-        out = [*PRECONDITIONS]
-        if self._engine.name != "hooks":
-            out.append("the model keeps nothing of one sample outside of the process while it runs the others")
-        return out
+        """What nobody can prove from outside of how this run takes its gradients."""
+        if self._engine.name == "hooks":
+            return []
+        return ["the model keeps nothing of one sample outside of the process while it runs the others"]
 
     def _chunk_size(self) -> int:
         """By the largest batch of the whole plan: augmentation is drawn chunk by chunk, wherever a run is resumed."""
