@@ -12,8 +12,9 @@ help:  ## this list
 train: $(READY)  ## private training on the embedded images, with a report at the end
 	$(BIN)/modelmix train
 
-test: $(READY)  ## every test
-	$(BIN)/python -m pytest
+test: $(READY)  ## every test; those of the library first, without the laboratory
+	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest lab/tests
 
 test-gpu: $(READY)  ## engines, kernels and clipping on a CUDA device
 	MODELMIX_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/training/test_gpu.py tests/gradients/test_kernels.py \

@@ -156,8 +156,8 @@ def train(
     modelmix train --out runs/mine --resume      (the recipe is that of the run)
     modelmix train --mechanism plain
     modelmix train --data photos --image-size 224 --features efficientnet-lite0 --unit-length --model linear
-    modelmix train --data cifar10 --features efficientnet-lite2 --unit-length --model linear
-    modelmix train --data cifar10 --features patches+prior --prior synthetic --normalise scenes --components 4000
+    modelmix-lab train --data cifar10 --features efficientnet-lite2 --unit-length --model linear
+    modelmix-lab train --data cifar10 --features patches+prior --prior synthetic --normalise scenes --components 4000
         --model linear --mechanism plain --batch 50000 --steps 100 --clip 2.5 --lr 1.12 --epsilon 1
     """
     given = {
