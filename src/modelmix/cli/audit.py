@@ -71,6 +71,11 @@ def audit(
             f"Lower bounds hold with {confidence:.0%} confidence each; fewer trials give smaller ones.",
             "A lower bound above the claim refutes it; one below it proves nothing.",
             *([] if proved else ["The claim is not proved: the run broke rules of the proof. See docs/audit.md."]),
+            *(
+                []
+                if proved or kinds.ATTACKS
+                else ["modelmix-lab audit attacks the authors' released configuration, too."]
+            ),
             *counted,
             *(f"Plot: {path}" for path in plots),
         ]
