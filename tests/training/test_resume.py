@@ -349,7 +349,7 @@ def test_a_step_that_is_not_accepted_changes_nothing_but_the_ledger(tmp_path, mo
 
     def accepted(self: rules.Proposed) -> rules.State:
         if self.state.step == 4:
-            seen.update(state=one.state, key=one._randomness.state(), met=one._diagnostics.state())
+            seen.update(state=one._state, key=one._randomness.state(), met=one._diagnostics.state())
             raise error("no")
         return self.state
 

@@ -647,7 +647,11 @@ class Flipping(Looks):
 
 def test_what_cannot_be_tried_out_is_not_refused():
     sampling.check_items_alone(Uncopied(5, 1, 0))
-    sampling.check_items_alone(Counting(5, 1, 0))
+
+
+def test_an_item_that_knows_how_many_were_read_before_is_refused():
+    with pytest.raises(mm.UnprovedError, match="another one after others were read"):
+        sampling.check_items_alone(Counting(5, 1, 0))
 
 
 def test_the_order_of_the_items_is_the_datasets_own():

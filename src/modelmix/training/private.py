@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -47,7 +48,16 @@ from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.files import write_atomically
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
-from modelmix.training.guard import ALONE, check_mechanism, check_model, check_public_model, require_one_process
+from modelmix.training.guard import (
+    ALONE,
+    KEEPS_NOTHING,
+    PrivateForward,
+    check_mechanism,
+    check_model,
+    check_public_model,
+    require_not_private,
+    require_one_process,
+)
 from modelmix.training.memory import SAME_SET, Watch, tensor_contents
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
@@ -191,12 +201,7 @@ class _Loop:
         ledger: str | Path | None,
     ) -> None:
         check_model(model)
-        if isinstance(vars(model).get("forward"), _Forward):
-            raise UnprovedError(
-                "everything that is released about the same samples adds up",
-                "this model was made private before, and its ledger would be forgotten.",
-                "Go on with the loop that was made, or give a fresh model and the earlier ledger as spent in the plan.",
-            )
+        require_not_private(model)
         if not callable(loss):
             raise ModelMixError(
                 "criterion must be a function of outputs and targets, nn.CrossEntropyLoss() for instance."
@@ -575,7 +580,7 @@ def _refuse_gradient(p: Tensor) -> None:
     )
 
 
-class _Forward:
+class _Forward(PrivateForward):
     """The forward of a private model, until it is copied or saved: a copy is an ordinary model."""
 
     def __init__(self, loop: _Loop) -> None:
@@ -713,7 +718,7 @@ class PrivateOptimizer(Optimizer):
         loop = self._loop
         held = []
         if loop.engine.name != "hooks":
-            held.append("model and criterion keep nothing of one sample outside of the process while they run others")
+            held.append(KEEPS_NOTHING)
         planned = loop.planned
         excluded = (
             "what the loop prints or does with training samples, their outputs and losses: for instance learning rates "
@@ -917,10 +922,17 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None
         raise UnprovedError(
             SAME_SET, "the optimizer holds parameters that the model does not train.", "Give it the model's only."
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    every = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    if any(every):
         raise UnprovedError(
             "released states come from noisy, mixed steps only",
-            "the optimizer has hooks of its own around step, which may write to the weights.",
+            "there are hooks around the optimizer's step, of its own or for all optimizers, which may write to the "
+            "weights.",
             "Remove them, and do what they do after step().",
         )
     if isinstance(optimizer, torch.optim.LBFGS):

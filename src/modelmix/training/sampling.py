@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.training.guard import ALONE
-from modelmix.training.memory import WatchedFunction
+from modelmix.training.memory import WatchedFunction, reachable
 from modelmix.training.randomness import draws_apart
 from modelmix.training.sending import sent
 
@@ -148,7 +148,8 @@ class DatasetSource:
 
     def head(self, count: int) -> tuple[Any, Any]:
         assert self._collate is not None
-        return _pair(self._collate([self.dataset[i] for i in range(min(count, self.n))])[0])
+        items = Items(self.dataset)
+        return _pair(self._collate([items[i] for i in range(min(count, self.n))])[0])
 
     def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
         # The loader reads ahead, so what it has been asked for waits here until it arrives.
@@ -288,17 +289,21 @@ _REPEATED = 20  # times that a change is seen before it is believed: an item may
 
 
 def check_items_alone(dataset: Dataset[Any]) -> None:
-    """Refuse a dataset whose items look at other items: normalised by the set's mean, mixed, ranked.
+    """Refuse a dataset whose items look at other items: normalised by the set's mean, mixed, ranked, or remembered.
 
-    One row of a copy is disturbed, and no more than one item may change with it: its own, wherever that stands in the
-    order of the items. It is a probe and no proof: what is not kept in tensors or arrays with one row for every item,
-    or cannot be copied, is not seen. Nothing but yes or no leaves it.
+    An item is read before and after others, with the same random draws. Then one row of a copy is disturbed, and no
+    more than one item may change with it: its own, wherever that stands in the order of the items. It is a probe and no
+    proof: what is not kept in tensors or arrays with one row for every item, or cannot be copied, is not seen. Nothing
+    but yes or no leaves it.
 
     Raises:
-        UnprovedError: if several items change with one row.
+        UnprovedError: if an item is another one after others were read, or if several items change with one row.
     """
     n = len(dataset)  # type: ignore[arg-type]
-    if n < 2 or sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
+    if n < 2:
+        return
+    _check_items_forget(dataset, n)
+    if sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
         return
     try:
         twin = copy.deepcopy(dataset)
@@ -328,6 +333,54 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
                 "an item of the dataset changes with another item.",
                 "Compute every item from its own row alone; statistics of the data need budget of their own.",
             )
+
+
+def _check_items_forget(dataset: Dataset[Any], n: int) -> None:
+    """Refuse items that depend on which ones were read before: those are the draw, which is private."""
+    generators = [g for g in reachable(dataset) if isinstance(g, _GENERATORS)]
+    kept = [_state_of(g) for g in generators]
+
+    def read(i: int) -> bytes:
+        begin()
+        for generator, state in zip(generators, kept, strict=True):
+            _set_state(generator, state)
+        return _digest_of(own_copy(dataset[i]))
+
+    with _same_draws() as begin:
+        dataset[0]  # what is made once is made by now
+        first, same = read(0), True
+        for others in ((), (n - 1,), (n // 2, n - 1)):
+            for i in others:
+                read(i)
+            same = same and read(0) == first
+    for generator, state in zip(generators, kept, strict=True):
+        _set_state(generator, state)
+    if same:
+        return
+    raise UnprovedError(
+        ALONE,
+        "an item of the dataset is another one after others were read, with the same random draws.",
+        "Compute every item from its own row, keep nothing between reads, and draw from the generators of torch, NumPy "
+        "or Python.",
+    )
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _another(row: Tensor) -> Tensor:
@@ -390,7 +443,23 @@ class Items(Dataset[Any]):
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        return own_copy(self._dataset[index])
+
+
+def own_copy(value: Any) -> Any:
+    """A copy that shares no memory: a dataset may give all items in one buffer, and the last would fill a batch."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        if isinstance(leaf, str | bytes | int | float | complex | bool | None):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # an object of its own, of which nobody knows how
+            return leaf
+
+    return tree_map(copied, value)
 
 
 class SeparateCollate:
@@ -443,7 +512,7 @@ class SeparateCollate:
             return None
         if any(t.shape != own.shape or not _converts(t, own) for t, own in zip(leaves, self._rows, strict=True)):
             return None
-        return [t.to(own.dtype) for t, own in zip(leaves, self._rows, strict=True)]
+        return [t.to(own.dtype, copy=True) for t, own in zip(leaves, self._rows, strict=True)]
 
 
 def _plain(value: Any) -> Any:

@@ -36,7 +36,14 @@ from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.evaluation import evaluate, evaluating, is_classification
-from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_one_process
+from modelmix.training.guard import (
+    KEEPS_NOTHING,
+    check_mechanism,
+    check_model,
+    check_public_model,
+    require_not_private,
+    require_one_process,
+)
 from modelmix.training.identity import code_digest
 from modelmix.training.memory import Watch, WatchedFunction
 from modelmix.training.parameters import FlatParameters
@@ -45,7 +52,7 @@ from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
 from modelmix.training.record import Record
 from modelmix.training.rules import Rule, State, propose_step
-from modelmix.training.sampling import Ahead, Chunk, DatasetSource, TensorSource, as_source, check_items_alone
+from modelmix.training.sampling import Ahead, Chunk, DatasetSource, Source, TensorSource, as_source, check_items_alone
 from modelmix.training.schedules import Schedule, schedule
 from modelmix.training.sending import sent
 
@@ -134,6 +141,7 @@ class Trainer:
         self._test = None if test_set is None else as_source(test_set, self._performance.workers).to(self._device)
         self._flat = FlatParameters(model)
         check_model(model)
+        require_not_private(model)
         self._lr = schedule("lr", lr, "the learning rate")
         self._tau = None if tau is None else schedule("tau", tau, "the mixing threshold")
         self._clip = Clip(clip).c
@@ -219,14 +227,18 @@ class Trainer:
 
     @property
     def state(self) -> State:
-        """The released states: ``last`` is w_k and ``previous`` w_{k-1}, as flat float64 vectors."""
-        return self._state
+        """The released states: ``last`` is w_k and ``previous`` w_{k-1}, as flat float64 vectors.
+
+        While a run with a folder goes on, those that are kept there: a state that is not kept is taken again, with
+        other noise, if the process dies, so nobody may have seen it.
+        """
+        return self._kept if self._record is not None else self._state
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """What was measured on the test set, with an upper bound on the epsilon of that moment."""
         self._price()
-        return [dict(row) for row in self._metrics]
+        return [dict(row) for row in self._metrics if self._record is None or row["step"] <= self._kept.step]
 
     @property
     def step(self) -> int:
@@ -284,21 +296,24 @@ class Trainer:
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with the average of released states in place of the last one."""
-        if self._state.average is None:
-            raise ModelMixError("this run keeps no average: give ema, for instance ema=0.99.")
-        return self._state_dict(self._state.average)
+        return self._state_dict(self._average_of(self.state))
 
     def evaluate(self, test_set: Any = None, *, averaged: bool = False) -> dict[str, float | None]:
         """Accuracy and loss on held-out samples."""
         source = self._test if test_set is None else as_source(test_set).to(self._device)
         if source is None:
             raise ModelMixError("there is nothing to evaluate on: give test_set.")
-        vector = self._state.last
-        if averaged:
-            if self._state.average is None:
-                raise ModelMixError("this run keeps no average: give ema, for instance ema=0.99.")
-            vector = self._state.average
+        return self._evaluated(source, self.state, averaged)
+
+    def _evaluated(self, source: Source, state: State, averaged: bool = False) -> dict[str, float | None]:
+        vector = self._average_of(state) if averaged else state.last
         return evaluate(self._model, self._loss, self._flat.views(vector), source, self._device)
+
+    @staticmethod
+    def _average_of(state: State) -> Tensor:
+        if state.average is None:
+            raise ModelMixError("this run keeps no average: give ema, for instance ema=0.99.")
+        return state.average
 
     # Training.
 
@@ -518,7 +533,7 @@ class Trainer:
         """What nobody can prove from outside of how this run takes its gradients."""
         if self._engine.name == "hooks":
             return []
-        return ["the model keeps nothing of one sample outside of the process while it runs the others"]
+        return [KEEPS_NOTHING]
 
     def _chunk_size(self) -> int:
         """By the largest batch of the whole plan: augmentation is drawn chunk by chunk, wherever a run is resumed."""
@@ -716,10 +731,10 @@ class Trainer:
         row["epsilon"] = None
         self._unpriced[self.step] = self._ledger
         if self._test is not None:
-            found = self.evaluate()
+            found = self._evaluated(self._test, self._state)
             row |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
             if self._state.average is not None:
-                row["ema_accuracy"] = self.evaluate(averaged=True)["accuracy"]
+                row["ema_accuracy"] = self._evaluated(self._test, self._state, averaged=True)["accuracy"]
         self._metrics = [old for old in self._metrics if old["step"] < self.step] + [row]
 
     def _price(self) -> None:
