@@ -58,6 +58,7 @@ from modelmix.training.guard import (
     require_not_private,
     require_one_process,
 )
+from modelmix.training.labels import Labels
 from modelmix.training.memory import SAME_SET, Watch, tensor_contents
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.randomness import Randomness, StepRandomness, draws_apart
@@ -70,12 +71,11 @@ from modelmix.training.sampling import (
     _pair,
     arrays_of,
     check_items_alone,
-    say_what_does_not_fit,
 )
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
 _CRITERION = (
-    "Use the criterion that make_private returned, on the model's outputs and the loader's targets as they are: "
+    "Use the model, loader and criterion that make_private returned, on the loader's batches as they are: "
     "transformations of them belong into the model, the dataset or the criterion."
 )
 
@@ -232,6 +232,7 @@ class _Loop:
         probe = _pair(self.collate([loader.dataset[0]])[0])  # its shapes and dtypes, which are public
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
+        self.labels = Labels(model, loss, probe)
         self.engine = engines.Engine(model, loss, probe)
         self.randomness = Randomness(seed)
         self.name = uuid.uuid4().hex
@@ -457,6 +458,7 @@ class _Loop:
         self.require_own_weights()
         device = self.state.last.device
         inputs, targets, weights = tree_map(lambda t: t.to(device), (inputs, self.batch[1], self.pending.weights))
+        targets, weights = self.labels.without_unknown(targets, weights)
         here = self.state.last if self.rule.name == "mix" else self.flat.read()
         self.inside = True
         try:
@@ -567,7 +569,8 @@ class _Loss(torch.autograd.Function):
             raise UnprovedError(
                 ALONE,
                 "the loss was scaled, weighted or added up before backward, by something that may depend on the batch.",
-                "Put constant factors into the criterion, and call backward on what it returns.",
+                "Call backward on what the criterion returns; to give a draw in parts, as accumulation does, give "
+                "make_private(..., chunk=...).",
             )
         ctx.passed.finished = True
         return None, None, None
@@ -576,7 +579,10 @@ class _Loss(torch.autograd.Function):
 def _refuse_gradient(p: Tensor) -> None:
     p.grad = None
     raise UnprovedError(
-        ALONE, "a gradient reached a trained parameter and did not come from the criterion.", _CRITERION
+        ALONE,
+        "a gradient reached a trained parameter and did not come from the criterion. (A batch of the loader that was "
+        "there before, or one that was changed, gives such gradients.)",
+        _CRITERION,
     )
 
 
@@ -670,7 +676,7 @@ class PrivateLoader:
                     "collate_fn gives another number of rows than it is given samples.",
                     "Return one row for every sample.",
                 )
-            say_what_does_not_fit(fits)
+            loop.collate.say_what_does_not_fit(fits)
             if loop.modes is None:  # before the loop has seen a sample
                 loop.modes = _modes(loop.model)
                 loop.engine.remember()
@@ -734,6 +740,12 @@ class PrivateOptimizer(Optimizer):
         """Plan ``steps`` more steps of the last mechanism; the guarantee becomes that of the longer plan."""
         self._loop.plan = self._loop.plan.extended(steps)
         self._loop.__dict__.pop("planned", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ModelMixError("a private optimizer cannot be copied: its noise would be used twice. Keep state_dict().")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelMixError("a private optimizer cannot be pickled: save optimizer.state_dict().")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._ready:

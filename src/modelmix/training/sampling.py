@@ -79,6 +79,8 @@ class TensorSource:
     def __init__(self, inputs: Any, targets: Any) -> None:
         self.inputs, self.targets = tree_map(_tensor, inputs), tree_map(_tensor, targets)
         leaves, _ = tree_flatten((self.inputs, self.targets))
+        if any(t.layout != torch.strided or t.is_nested for t in leaves):
+            raise ModelMixError("sparse and nested tensors are not supported: give dense ones (x.to_dense()).")
         if not leaves or any(t.dim() == 0 for t in leaves):
             raise ModelMixError("the training set needs inputs and targets with the samples first.")
         sizes = {t.shape[0] for t in leaves}
@@ -182,7 +184,8 @@ class DatasetSource:
     def _chunks(self, count: int, arrived: deque[Any], loader: Any, weights: deque[Tensor]) -> Iterator[Chunk]:
         for _ in range(count):
             batch, fits = arrived.popleft() if arrived else next(loader)
-            say_what_does_not_fit(fits)
+            assert self._collate is not None
+            self._collate.say_what_does_not_fit(fits)
             inputs, targets = _pair(batch)
             yield Chunk(inputs, targets, weights.popleft() * fits)
 
@@ -490,6 +493,7 @@ class SeparateCollate:
                 ALONE, "collate_fn does not give one row for one item.", "Return one row for every sample."
             )
         self._rows = [torch.zeros_like(t) for t in self._rows]
+        self._said = False
 
     def __call__(self, items: list[Any]) -> tuple[Any, Tensor]:
         items = [tree_map(_plain, item) for item in items]
@@ -501,6 +505,18 @@ class SeparateCollate:
         fits = torch.tensor([row is not None for row in rows], dtype=torch.float64, device="cpu")
         found = [torch.cat(parts) for parts in zip(*(row or self._rows for row in rows), strict=True)]
         return tree_unflatten(found, self._form), fits
+
+    def say_what_does_not_fit(self, fits: Tensor) -> None:
+        """Warn the data holder, once, of items that do not count."""
+        if self._said or bool(fits.all()):
+            return
+        self._said = True
+        warnings.warn(
+            f"{int((fits == 0).sum())} of the first {fits.numel()} items have another shape or type than item 0 of the "
+            "dataset; such items count as zero and train nothing: give all of them one form, for instance by padding. "
+            "(This line is for the data holder's eyes.)",
+            stacklevel=2,
+        )
 
     def _row(self, item: Any) -> list[Tensor] | None:
         """The tensors of one item; None if they have another form than those of the first."""
@@ -518,16 +534,6 @@ class SeparateCollate:
 def _plain(value: Any) -> Any:
     """A tensor without the methods of a subclass, which could answer for a whole batch."""
     return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) is not Tensor else value
-
-
-def say_what_does_not_fit(fits: Tensor) -> None:
-    """Warn the data holder of items that do not count."""
-    if not bool(fits.all()):
-        warnings.warn(
-            "items of another shape or type than the first one of the dataset count as zero: give all of them one "
-            "form. (This line is for the data holder's eyes.)",
-            stacklevel=2,
-        )
 
 
 def _converts(t: Tensor, wanted: Tensor) -> bool:

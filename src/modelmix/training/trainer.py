@@ -35,7 +35,7 @@ from modelmix.training.augment import apply_augmentation
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
-from modelmix.training.evaluation import evaluate, evaluating, is_classification
+from modelmix.training.evaluation import evaluate
 from modelmix.training.guard import (
     KEEPS_NOTHING,
     check_mechanism,
@@ -45,6 +45,7 @@ from modelmix.training.guard import (
     require_one_process,
 )
 from modelmix.training.identity import code_digest
+from modelmix.training.labels import Labels
 from modelmix.training.memory import Watch, WatchedFunction
 from modelmix.training.parameters import FlatParameters
 from modelmix.training.performance import Performance
@@ -167,7 +168,7 @@ class Trainer:
         if isinstance(self._source, DatasetSource):
             check_items_alone(self._source.dataset)
         check_public_model(model, self._source.arrays())
-        self._classes = self._count_classes()
+        self._labels = Labels(model, loss, self._source.head(1))
         self._check_samples()
         if engine is not None:
             engine.require_fit(model)
@@ -460,7 +461,7 @@ class Trainer:
                     lambda t: sent(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
                 )
                 if isinstance(self._source, DatasetSource):
-                    targets, weights = self._without_unknown(targets, weights)
+                    targets, weights = self._labels.without_unknown(targets, weights)
                 if self._augment is not None:
                     inputs, targets = tree_map(lambda t: t.repeat_interleave(self._multiplicity, 0), (inputs, targets))
                     inputs = apply_augmentation(self._augment, inputs, generator)
@@ -562,53 +563,14 @@ class Trainer:
                 stacklevel=3,
             )
         if isinstance(self._source, TensorSource):
-            self._check_targets(self._source.targets)
-        if isinstance(self._test, TensorSource):
-            self._check_targets(self._test.targets, "test")
+            self._labels.check(self._source.targets)
+        if self._test is not None:
+            tested = Labels(self._model, self._loss, self._test.head(1))
+            if isinstance(self._test, TensorSource):
+                tested.check(self._test.targets, "test")
         if self._embedding is not None:
-            self._check_targets(self._embedding.source.targets, "public")
+            self._labels.check(self._embedding.source.targets, "public")
             self._embedding.layout(self._flat.size)
-
-    def _unknown(self, targets: Any) -> Tensor | None:
-        """Which labels the model has no output for, where there are labels."""
-        labels = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
-        if self._classes is None or not labels:
-            return None
-        ignored = getattr(self._loss, "ignore_index", -100)
-        found: Tensor = ((targets < 0) | (targets >= self._classes)) & (targets != ignored)
-        return found
-
-    def _check_targets(self, targets: Any, split: str = "training") -> None:
-        """Labels that the model has no output for: an index error at best, on a GPU a dead process."""
-        unknown = self._unknown(targets)
-        if unknown is not None and bool(unknown.any()):
-            odd = targets[unknown]
-            most = 0 if self._classes is None else self._classes - 1
-            raise ModelMixError(
-                f"the {split} labels run from {int(odd.min())} to {int(odd.max())} where the model has {most + 1} "
-                f"outputs: labels must be 0 to {most}. (This line is for the data holder's eyes.)"
-            )
-
-    def _without_unknown(self, targets: Any, weights: Tensor) -> tuple[Any, Tensor]:
-        """Samples of a ``Dataset`` with such a label count as zero: stopping would depend on the data."""
-        unknown = self._unknown(targets)
-        if unknown is None:
-            return targets, weights
-        return torch.where(unknown, 0, targets), torch.where(unknown, 0.0, weights)
-
-    def _count_classes(self) -> int | None:
-        """The number of labels the loss can take, for the losses that take labels; from public shapes alone."""
-        name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        if name not in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
-            return None
-        inputs, targets = tree_map(lambda t: t.to(self._device), engines.synthetic(self._source.head(1)))
-        try:
-            with torch.no_grad(), evaluating(self._model):
-                outputs = engines.universal.call(self._model, inputs)
-        except (RuntimeError, TypeError, IndexError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelMixError(f"the model fails on samples of these shapes and types: {reason}") from error
-        return int(outputs.shape[1]) if is_classification(outputs, targets) else None
 
     def _check_untouched(self) -> None:
         check_model(self._model)

@@ -115,7 +115,7 @@ class Engine:
             except MeetingError as reason:
                 self.reason = str(reason)
             except ModelMixError as reason:  # a layer that hooks cannot follow
-                self.reason = str(reason).rstrip(".")
+                self.reason = str(reason).partition("; use engine=")[0].rstrip(".")
             if self.reason is None:
                 return "hooks"
             if name == "hooks":
