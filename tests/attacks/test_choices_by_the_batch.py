@@ -690,7 +690,7 @@ def test_hooks_around_the_step_are_refused():
     x, y = next(iter(loader))
     optimizer._original.register_step_post_hook(lambda *a: None)
     criterion(model(x), y).backward()
-    with pytest.raises(mm.UnprovedError, match="hooks of its own"):
+    with pytest.raises(mm.UnprovedError, match="hooks around the optimizer"):
         optimizer.step()
 
 

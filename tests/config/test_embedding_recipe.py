@@ -95,7 +95,7 @@ def test_public_images_come_by_path_or_from_the_data_directory(folder, monkeypat
     [
         (lambda: recipe(mechanism="plain"), "plain does not embed gradients: leave out public"),
         (lambda: recipe(mechanism="embedding", public=None), "needs public and embedding_clip"),
-        (lambda: recipe(mechanism="embedding", features="scatter"), "leave out features"),
+        (lambda: recipe(mechanism="embedding", features="efficientnet-lite0"), "leave out features"),
         (lambda: recipe(mechanism="embedding", embedding_clip=-1.0), "embedding_clip = -1"),
         (lambda: public_images("absent.npz", (1, 6, 6)), "no public images 'absent.npz'"),
         (lambda: public_images("public.npz", (3, 8, 8)), "the private ones (3, 8, 8)"),

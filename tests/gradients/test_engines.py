@@ -337,19 +337,19 @@ def hold(case):
     assert len(now) == len(before)
 
 
-@settings(max_examples=cases(20))
+@settings(max_examples=cases(12))
 @given(image_cases())
 def test_every_engine_is_right_on_random_networks_for_images(case):
     hold(case)
 
 
-@settings(max_examples=cases(15))
+@settings(max_examples=cases(9))
 @given(sequence_cases())
 def test_every_engine_is_right_on_random_networks_for_sequences(case):
     hold(case)
 
 
-@settings(max_examples=cases(10))
+@settings(max_examples=cases(6))
 @given(image_cases(), st.integers(2, 3), st.integers(0, 3))
 def test_copies_are_averaged_before_clipping_and_padding_adds_nothing(case, copies, padding):
     model, loss, x, y, clip, _, dtype = case

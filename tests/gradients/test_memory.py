@@ -431,7 +431,8 @@ def test_what_is_not_trained_stays_as_it_was(change, rule, attributes):
         lambda m: m.layer.register_forward_hook(lambda *a: None),
         lambda m: m.layer.register_forward_pre_hook(lambda *a: None),
         lambda m: setattr(type(m), "top", object()),
-        lambda m: m.eval(),
+        lambda m: m.layer.register_full_backward_hook(lambda *a: None),
+        lambda m: setattr(m.norm.running_mean, "kept", 1.0),
     ],
 )
 def test_attributes_are_watched_where_asked(change):

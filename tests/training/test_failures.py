@@ -186,7 +186,8 @@ def test_labels_out_of_range_in_a_dataset_count_as_zero(tmp_path):
     """They are met when they are drawn; a run that stopped there would tell that they are there."""
     y = Y.clone()
     y[50] = 3
-    one = finish(make(tmp_path, Rows(X, y)))
+    with pytest.warns(UserWarning, match="count as zero"):
+        one = finish(make(tmp_path, Rows(X, y)))
     assert one.step == one.ledger.steps == STEPS
     assert torch.isfinite(one.state.last).all()
 

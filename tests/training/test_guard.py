@@ -5,6 +5,8 @@ The command line trains models named package.module:function, so a forbidden mod
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 
 import numpy as np
@@ -481,3 +483,83 @@ def test_errors_are_one_line_and_name_a_way_out():
     error = caught.value
     assert "\n" not in str(error)
     assert all(part in str(error) for part in (error.rule, error.reason, error.fix))
+
+
+# What a newcomer gives by mistake: one line, before anything is spent.
+
+ROWS = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(20) % 2
+
+
+def both_entries(inputs, targets, loss=F.cross_entropy, model=None, test_set=None):
+    """A trainer and a private loop of two steps."""
+    plan = mm.Plan.of(mm.Mechanism(1.0, 0.5), 2, delta=1e-3)
+    yield lambda: mm.Trainer(model or nn.Linear(4, 2), loss, (inputs, targets), plan, 1.0, 0.1, test_set=test_set)
+
+    def loop():
+        own = model or nn.Linear(4, 2)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=10)
+        return mm.make_private(own, torch.optim.SGD(own.parameters(), lr=0.1), loader, loss, clip=1.0, plan=plan)
+
+    yield loop
+
+
+@pytest.mark.parametrize("targets", [CLASSES.int(), CLASSES.float()])
+def test_labels_of_another_type(targets):
+    for make in both_entries(ROWS, targets):
+        with pytest.raises(mm.ModelMixError, match=r"int64: give targets.long\(\)"):
+            make()
+
+
+def test_inputs_of_another_width():
+    for make in both_entries(ROWS[:, :3], CLASSES):
+        with pytest.raises(mm.ModelMixError, match="the model fails on samples of these shapes"):
+            make()
+    trainer, _ = both_entries(ROWS, CLASSES, test_set=(ROWS[:, :3], CLASSES))
+    with pytest.raises(mm.ModelMixError, match="the model fails on samples of these shapes"):
+        trainer()
+
+
+def test_layers_without_a_shape():
+    for make in both_entries(ROWS, CLASSES, model=nn.Sequential(nn.LazyLinear(2))):
+        with pytest.raises(mm.ModelMixError, match="run it once on a sample"):
+            make()
+
+
+def test_a_label_the_model_has_no_output_for_counts_as_zero_in_a_loop():
+    odd = CLASSES.clone()
+    odd[3] = 6
+    states = []
+    for inputs, targets in ((ROWS, odd), (ROWS, CLASSES)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=20)
+        plan = mm.Plan.of(mm.Mechanism(1.0, 1.0), 1, delta=1e-3)
+        model, optimizer, loader, criterion = mm.make_private(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), loader, F.cross_entropy, clip=0.1, plan=plan, seed=1
+        )
+        for x, y in loader:
+            if targets is odd:
+                with pytest.warns(UserWarning, match="labels must be 0 to 1"):
+                    outputs = model(x)
+            else:
+                outputs = model(x)
+            criterion(outputs, y).backward()
+            optimizer.step()
+        states.append(model.weight.detach().double())
+    assert 0 < float((states[0] - states[1]).norm()) * 20 / 0.1 <= 1.001
+
+
+def test_a_private_optimizer_is_not_copied():
+    _, loop = both_entries(ROWS, CLASSES)
+    _model, optimizer, _loader, _criterion = loop()
+    with pytest.raises(mm.ModelMixError, match="noise would be used twice"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(mm.ModelMixError, match="state_dict"):
+        pickle.dumps(optimizer)
+
+
+def test_rates_in_a_mapping():
+    plan = mm.Plan.of(mm.Mechanism(1.0, 0.5), 2, delta=1e-3)
+    with pytest.raises(mm.ModelMixError, match=r"mm\.Schedule\.pieces"):
+        mm.Trainer(nn.Linear(4, 2), F.cross_entropy, (ROWS, CLASSES), plan, 1.0, {1: 0.5, 5: 0.1})

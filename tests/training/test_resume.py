@@ -349,7 +349,7 @@ def test_a_step_that_is_not_accepted_changes_nothing_but_the_ledger(tmp_path, mo
 
     def accepted(self: rules.Proposed) -> rules.State:
         if self.state.step == 4:
-            seen.update(state=one.state, key=one._randomness.state(), met=one._diagnostics.state())
+            seen.update(state=one._state, key=one._randomness.state(), met=one._diagnostics.state())
             raise error("no")
         return self.state
 
@@ -387,7 +387,7 @@ def test_two_trainers_of_one_run_do_not_overwrite_each_other(tmp_path):
     assert mm.Ledger.load(tmp_path / "ledger.json").steps == 3
 
 
-KILLS = 50
+KILLS = 30
 KILLING = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
@@ -483,7 +483,7 @@ print(json.dumps({"killed": killed, "runs": runs, "looks": looks}))
 """
 
 
-def test_fifty_kills_leave_a_resumable_folder_every_time(tmp_path):
+def test_thirty_kills_leave_a_resumable_folder_every_time(tmp_path):
     """SIGKILL at moments of a fixed seed; what they hit differs from machine to machine, what must hold does not."""
     command = [sys.executable, "-c", KILLING, str(tmp_path), str(KILLS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

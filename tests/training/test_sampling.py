@@ -647,7 +647,11 @@ class Flipping(Looks):
 
 def test_what_cannot_be_tried_out_is_not_refused():
     sampling.check_items_alone(Uncopied(5, 1, 0))
-    sampling.check_items_alone(Counting(5, 1, 0))
+
+
+def test_an_item_that_knows_how_many_were_read_before_is_refused():
+    with pytest.raises(mm.UnprovedError, match="another one after others were read"):
+        sampling.check_items_alone(Counting(5, 1, 0))
 
 
 def test_the_order_of_the_items_is_the_datasets_own():
@@ -806,9 +810,11 @@ def test_a_collate_function_gives_tensors_of_one_row():
 
 
 def test_items_that_do_not_count_are_said():
-    with pytest.warns(UserWarning, match="count as zero"):
-        sampling.say_what_does_not_fit(torch.tensor([1.0, 0.0]))
-    sampling.say_what_does_not_fit(torch.tensor([1.0, 1.0]))
+    collated = sampling.SeparateCollate(None, torch.zeros(1))
+    collated.say_what_does_not_fit(torch.tensor([1.0, 1.0]))
+    with pytest.warns(UserWarning, match="1 of the first 2 items .* count as zero"):
+        collated.say_what_does_not_fit(torch.tensor([1.0, 0.0]))
+    collated.say_what_does_not_fit(torch.tensor([1.0, 0.0]))  # once is enough
     source = as_source(Kept([(torch.zeros(2), 1), (torch.ones(3), 1), (torch.ones(2), 1)]))
     with pytest.warns(UserWarning, match="count as zero"):
         (chunk,) = next(source.steps([torch.tensor([2, 1])], 3))

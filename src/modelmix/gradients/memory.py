@@ -3,18 +3,22 @@
 Where samples run one after the other, or side by side in ``vmap``, nothing that Python can reach may carry one to the
 next. Contents are compared before and after: tensors by their values (a write through ``.data`` leaves no other trace),
 containers, attributes of modules registered or not, attributes of their classes, closures, and the globals that their
-functions name. What this cannot see is what lies outside the process, or behind an extension module.
+functions name. What this cannot see is what lies outside the process, or behind an extension module; a synthetic sample
+that is run before and after the others shows whether that mattered (``engines.engine``).
 """
 
 from __future__ import annotations
 
+import dis
 import gc
 import hashlib
 import io
+import itertools
 import pickle
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper, lru_cache, partial
 from operator import length_hint
 from types import (
     BuiltinFunctionType,
@@ -31,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.utils.weight_norm import WeightNorm
 
 from modelmix.errors import UnprovedError
@@ -115,13 +120,17 @@ class Watch:
         return dict(zip(fixed, tensor_contents(list(fixed.values())), strict=True))
 
     def _values(self) -> dict[str, Any]:
-        out: dict[str, Any] = {}
         met = _trained(self._model)
+        out: dict[str, Any] = {
+            "hooks of all modules": [content(hook, met) for hooks in _OF_ALL for hook in hooks.values()]
+        }
         for path, module in self._model.named_modules():
             for name, value in vars(module).items():
                 if name not in _TORCHS_OWN and name not in _computed(module):
                     out[f"{path}.{name}".lstrip(".")] = content(value, met)
             out[f"{path}.hooks".lstrip(".")] = [content(hook, met) for hook in _hooks(module)]
+            for name, buffer in module.named_buffers(recurse=False):
+                out[f"{path}.{name} (what is kept on it)".lstrip(".")] = _kept_on(buffer, met)
             out[f"{path} (its class)".lstrip()] = _class_content(type(module), met)
         return out
 
@@ -150,6 +159,12 @@ class Watch:
         kept = self._values()
         for name in sorted(set(kept) | set(self._kept)):
             if name not in kept or name not in self._kept or kept[name] != self._kept[name]:
+                if name.split(".")[-1] == "training":
+                    raise UnprovedError(
+                        FIXED,
+                        "a module was put into another mode (train or eval) since training began.",
+                        "Put it back; choose the modes before training begins.",
+                    )
                 raise UnprovedError(
                     FIXED,
                     f"the model's attribute {name} changed while samples ran: one could reach another through it.",
@@ -192,9 +207,23 @@ _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Registries of parameters, buffers, modules and hooks."""
 
 
+_OF_ALL = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
+
+
 def _hooks(module: nn.Module) -> list[Any]:
     """What else runs with a module; torch's own hooks recompute weights and keep nothing of samples."""
-    every = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    registries = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    every: list[Any] = [hook for registry in registries for hook in registry.values()]
     return [hook for hook in every if not type(hook).__module__.startswith(("torch.", "modelmix."))]
 
 
@@ -217,7 +246,7 @@ def content(value: Any, met: dict[int, int], depth: int = _DEPTH) -> Any:
         return id(value)
     met[id(value)] = depth
     if isinstance(value, Tensor):
-        return id(value), tensor_content(value)
+        return id(value), tensor_content(value), *_kept_on(value, met, depth - 1)
     if isinstance(value, np.ndarray):
         plain = value.dtype.hasobject is False
         if plain:
@@ -261,13 +290,14 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         yield from (_cell(cell) for cell in value.__closure__ or ())
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
-        if not _is_library(value.__module__):
+        if not _is_library(value.__globals__.get("__name__")):  # its own __module__ is what functools.wraps copied
             yield from _reached(value)
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, type):
         if not _is_library(value.__module__):
             yield from (v for k, v in vars(value).items() if k not in ("__dict__", "__weakref__", "__doc__"))
+            yield from value.__bases__
     elif isinstance(value, staticmethod | classmethod):
         yield value.__func__
     elif isinstance(value, property):
@@ -282,12 +312,37 @@ def _inside(value: Any) -> Iterator[Any]:
         yield type(value)
     elif isinstance(value, SimpleNamespace):
         yield vars(value)
+    elif type(value).__module__ == "itertools" and not isinstance(value, itertools.count | itertools.repeat):
+        raise UnprovedError(
+            FIXED,
+            f"an itertools.{type(value).__name__} is within reach of what runs on samples, and nobody can read how far "
+            "it has come.",
+            "Keep an index instead, and choose by something that belongs to the sample.",
+        )
     elif type(value).__module__ in ("itertools", "array", "_random", "random"):
         yield repr(value.getstate() if type(value).__module__ == "random" else value)
     elif (type(value).__module__ or "").split(".")[0] not in _SILENT:
         yield from (getattr(value, "__dict__", None), type(value))
         for slot in (s for c in type(value).__mro__ for s in _slots(c)):
             yield getattr(value, slot, None)
+
+
+def _kept_on(t: Tensor, met: dict[int, int], depth: int = _DEPTH) -> list[Any]:
+    """What Python keeps on a tensor: attributes and a gradient."""
+    grad = [("grad", t.grad)] if t.is_leaf and t.grad is not None else []
+    return [(name, content(value, met, depth)) for name, value in [*sorted(vars(t).items()), *grad]]
+
+
+def reachable(value: Any, depth: int = _DEPTH, met: dict[int, int] | None = None) -> Iterator[Any]:
+    """Yield whatever ``content`` would look at."""
+    met = {} if met is None else met
+    if isinstance(value, bool | int | float | complex | str | bytes | None) or met.get(id(value), -1) >= depth:
+        return
+    met[id(value)] = depth
+    yield value
+    if depth > 0 and not isinstance(value, Tensor | np.ndarray | ModuleType | BuiltinFunctionType):
+        for part in _inside(value):
+            yield from reachable(part, depth - 1, met)
 
 
 def _class_content(kind: type, met: dict[int, int]) -> Any:
@@ -303,8 +358,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _reached(function: FunctionType) -> Iterator[Any]:
     """The globals that a function may look up by name, and what it may look up in modules among them."""
     names = _names(function.__code__)
-    for name in names:
-        value = function.__globals__.get(name)
+    found = [function.__globals__.get(name) for name in names]
+    for value in (*found, *(sys.modules.get(name) for name in _imported(function.__code__))):
         if isinstance(value, ModuleType):
             if not _is_library(value.__name__):
                 yield from (vars(value).get(inner) for inner in names)
@@ -319,6 +374,14 @@ def _names(code: CodeType) -> list[str]:
     if "globals" in found:
         found |= {c for c in code.co_consts if isinstance(c, str)}
     return sorted(found)
+
+
+@lru_cache(maxsize=4096)
+def _imported(code: CodeType) -> tuple[str, ...]:
+    """Modules that a function's code, or that of functions within it, imports when it runs."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    own = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    return tuple(sorted({*own, *(name for c in inner for name in _imported(c))}))
 
 
 def _is_library(module: str | None) -> bool:

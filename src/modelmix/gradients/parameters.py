@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from modelmix.errors import ModelMixError
 
@@ -39,6 +40,8 @@ class FlatParameters:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ModelMixError("the model has no trainable parameter: set requires_grad on what is to be trained.")
+        if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+            raise ModelMixError("the model has lazy layers without a shape: run it once on a sample before training.")
         odd = [name for name, p in self._parameters.items() if not p.is_floating_point()]
         if odd:
             raise ModelMixError(

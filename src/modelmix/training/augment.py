@@ -72,7 +72,8 @@ def apply_augmentation(augment: Augment, inputs: Any, generator: torch.Generator
         for i, seed in enumerate(seeds):  # how much one row draws, or that it seeds anew, is nothing to the next
             torch.manual_seed(seed)
             own = torch.Generator(generator.device).manual_seed(seed)
-            rows.append(augment(tree_map(lambda t, i=i: t[i : i + 1].clone(), inputs), own))
+            made = augment(tree_map(lambda t, i=i: t[i : i + 1].clone(), inputs), own)
+            rows.append(tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, made))  # it may reuse a buffer
     memory.check()
     for row in rows:
         _check_form(row, inputs)

@@ -13,6 +13,26 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.gradients.memory import ALONE, SAME_SET
 
+KEEPS_NOTHING = (
+    "model, criterion and augmentation keep nothing of one sample while they run the others: what Python can reach is "
+    "compared, and a synthetic sample is run before and after"
+)
+"""The precondition of the engines that run a model's own code."""
+
+
+class PrivateForward:
+    """The forward of a model in a private loop."""
+
+
+def require_not_private(model: nn.Module) -> None:
+    """Refuse a model that a private loop trains, or one that holds such a model: its ledger would be forgotten."""
+    if any(isinstance(vars(module).get("forward"), PrivateForward) for module in model.modules()):
+        raise UnprovedError(
+            "everything that is released about the same samples adds up",
+            "this model was made private before, and its ledger would be forgotten.",
+            "Go on with the loop that was made, or give a fresh model and the earlier ledger as spent in the plan.",
+        )
+
 
 def require_one_process() -> None:
     """Refuse several processes: each would train on all the data, and the epsilon of one covers one."""

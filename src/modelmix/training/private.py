@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -50,7 +51,16 @@ from modelmix.gradients.clipping import Clip, ClippedSum
 from modelmix.gradients.memory import ALONE, SAME_SET, Watch, tensor_contents
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.gradients.torch_rng import draws_apart
-from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_one_process
+from modelmix.training.guard import (
+    KEEPS_NOTHING,
+    PrivateForward,
+    check_mechanism,
+    check_model,
+    check_public_model,
+    require_not_private,
+    require_one_process,
+)
+from modelmix.training.labels import Labels
 from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.rules import Rule, State, noise, take_step
 from modelmix.training.sampling import (
@@ -61,12 +71,11 @@ from modelmix.training.sampling import (
     _pair,
     arrays_of,
     check_items_alone,
-    say_what_does_not_fit,
 )
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
 _CRITERION = (
-    "Use the criterion that make_private returned, on the model's outputs and the loader's targets as they are: "
+    "Use the model, loader and criterion that make_private returned, on the loader's batches as they are: "
     "transformations of them belong into the model, the dataset or the criterion."
 )
 
@@ -192,12 +201,7 @@ class _Loop:
         ledger: str | Path | None,
     ) -> None:
         check_model(model)
-        if isinstance(vars(model).get("forward"), _Forward):
-            raise UnprovedError(
-                "everything that is released about the same samples adds up",
-                "this model was made private before, and its ledger would be forgotten.",
-                "Go on with the loop that was made, or give a fresh model and the earlier ledger as spent in the plan.",
-            )
+        require_not_private(model)
         if not callable(loss):
             raise ModelMixError(
                 "criterion must be a function of outputs and targets, nn.CrossEntropyLoss() for instance."
@@ -228,6 +232,7 @@ class _Loop:
         probe = _pair(self.collate([loader.dataset[0]])[0])  # its shapes and dtypes, which are public
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
+        self.labels = Labels(model, loss, probe)
         self.engine = engines.Engine(model, loss, probe)
         self.randomness = Randomness(seed)
         self.name = uuid.uuid4().hex
@@ -453,6 +458,7 @@ class _Loop:
         self.require_own_weights()
         device = self.state.last.device
         inputs, targets, weights = tree_map(lambda t: t.to(device), (inputs, self.batch[1], self.pending.weights))
+        targets, weights = self.labels.without_unknown(targets, weights)
         here = self.state.last if self.rule.name == "mix" else self.flat.read()
         self.inside = True
         try:
@@ -563,7 +569,8 @@ class _Loss(torch.autograd.Function):
             raise UnprovedError(
                 ALONE,
                 "the loss was scaled, weighted or added up before backward, by something that may depend on the batch.",
-                "Put constant factors into the criterion, and call backward on what it returns.",
+                "Call backward on what the criterion returns; to give a draw in parts, as accumulation does, give "
+                "make_private(..., chunk=...).",
             )
         ctx.passed.finished = True
         return None, None, None
@@ -572,11 +579,14 @@ class _Loss(torch.autograd.Function):
 def _refuse_gradient(p: Tensor) -> None:
     p.grad = None
     raise UnprovedError(
-        ALONE, "a gradient reached a trained parameter and did not come from the criterion.", _CRITERION
+        ALONE,
+        "a gradient reached a trained parameter and did not come from the criterion. (A batch of the loader that was "
+        "there before, or one that was changed, gives such gradients.)",
+        _CRITERION,
     )
 
 
-class _Forward:
+class _Forward(PrivateForward):
     """The forward of a private model, until it is copied or saved: a copy is an ordinary model."""
 
     def __init__(self, loop: _Loop) -> None:
@@ -666,7 +676,7 @@ class PrivateLoader:
                     "collate_fn gives another number of rows than it is given samples.",
                     "Return one row for every sample.",
                 )
-            say_what_does_not_fit(fits)
+            loop.collate.say_what_does_not_fit(fits)
             if loop.modes is None:  # before the loop has seen a sample
                 loop.modes = _modes(loop.model)
                 loop.engine.remember()
@@ -714,7 +724,7 @@ class PrivateOptimizer(Optimizer):
         loop = self._loop
         held = []
         if loop.engine.name != "hooks":
-            held.append("model and criterion keep nothing of one sample outside of the process while they run others")
+            held.append(KEEPS_NOTHING)
         planned = loop.planned
         excluded = (
             "what the loop prints or does with training samples, their outputs and losses: for instance learning rates "
@@ -730,6 +740,12 @@ class PrivateOptimizer(Optimizer):
         """Plan ``steps`` more steps of the last mechanism; the guarantee becomes that of the longer plan."""
         self._loop.plan = self._loop.plan.extended(steps)
         self._loop.__dict__.pop("planned", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ModelMixError("a private optimizer cannot be copied: its noise would be used twice. Keep state_dict().")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelMixError("a private optimizer cannot be pickled: save optimizer.state_dict().")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._ready:
@@ -918,10 +934,17 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None
         raise UnprovedError(
             SAME_SET, "the optimizer holds parameters that the model does not train.", "Give it the model's only."
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    every = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    if any(every):
         raise UnprovedError(
             "released states come from noisy, mixed steps only",
-            "the optimizer has hooks of its own around step, which may write to the weights.",
+            "there are hooks around the optimizer's step, of its own or for all optimizers, which may write to the "
+            "weights.",
             "Remove them, and do what they do after step().",
         )
     if isinstance(optimizer, torch.optim.LBFGS):

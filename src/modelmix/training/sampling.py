@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.gradients.memory import ALONE, WatchedFunction
+from modelmix.gradients.memory import ALONE, WatchedFunction, reachable
 from modelmix.gradients.torch_rng import draws_apart
 from modelmix.training.sending import sent
 
@@ -78,6 +78,8 @@ class TensorSource:
     def __init__(self, inputs: Any, targets: Any) -> None:
         self.inputs, self.targets = tree_map(_tensor, inputs), tree_map(_tensor, targets)
         leaves, _ = tree_flatten((self.inputs, self.targets))
+        if any(t.layout != torch.strided or t.is_nested for t in leaves):
+            raise ModelMixError("sparse and nested tensors are not supported: give dense ones (x.to_dense()).")
         if not leaves or any(t.dim() == 0 for t in leaves):
             raise ModelMixError("the training set needs inputs and targets with the samples first.")
         sizes = {t.shape[0] for t in leaves}
@@ -147,7 +149,8 @@ class DatasetSource:
 
     def head(self, count: int) -> tuple[Any, Any]:
         assert self._collate is not None
-        return _pair(self._collate([self.dataset[i] for i in range(min(count, self.n))])[0])
+        items = Items(self.dataset)
+        return _pair(self._collate([items[i] for i in range(min(count, self.n))])[0])
 
     def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
         # The loader reads ahead, so what it has been asked for waits here until it arrives.
@@ -180,7 +183,8 @@ class DatasetSource:
     def _chunks(self, count: int, arrived: deque[Any], loader: Any, weights: deque[Tensor]) -> Iterator[Chunk]:
         for _ in range(count):
             batch, fits = arrived.popleft() if arrived else next(loader)
-            say_what_does_not_fit(fits)
+            assert self._collate is not None
+            self._collate.say_what_does_not_fit(fits)
             inputs, targets = _pair(batch)
             yield Chunk(inputs, targets, weights.popleft() * fits)
 
@@ -287,17 +291,21 @@ _REPEATED = 20  # times that a change is seen before it is believed: an item may
 
 
 def check_items_alone(dataset: Dataset[Any]) -> None:
-    """Refuse a dataset whose items look at other items: normalised by the set's mean, mixed, ranked.
+    """Refuse a dataset whose items look at other items: normalised by the set's mean, mixed, ranked, or remembered.
 
-    One row of a copy is disturbed, and no more than one item may change with it: its own, wherever that stands in the
-    order of the items. It is a probe and no proof: what is not kept in tensors or arrays with one row for every item,
-    or cannot be copied, is not seen. Nothing but yes or no leaves it.
+    An item is read before and after others, with the same random draws. Then one row of a copy is disturbed, and no
+    more than one item may change with it: its own, wherever that stands in the order of the items. It is a probe and no
+    proof: what is not kept in tensors or arrays with one row for every item, or cannot be copied, is not seen. Nothing
+    but yes or no leaves it.
 
     Raises:
-        UnprovedError: if several items change with one row.
+        UnprovedError: if an item is another one after others were read, or if several items change with one row.
     """
     n = len(dataset)  # type: ignore[arg-type]
-    if n < 2 or sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
+    if n < 2:
+        return
+    _check_items_forget(dataset, n)
+    if sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
         return
     try:
         twin = copy.deepcopy(dataset)
@@ -327,6 +335,54 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
                 "an item of the dataset changes with another item.",
                 "Compute every item from its own row alone; statistics of the data need budget of their own.",
             )
+
+
+def _check_items_forget(dataset: Dataset[Any], n: int) -> None:
+    """Refuse items that depend on which ones were read before: those are the draw, which is private."""
+    generators = [g for g in reachable(dataset) if isinstance(g, _GENERATORS)]
+    kept = [_state_of(g) for g in generators]
+
+    def read(i: int) -> bytes:
+        begin()
+        for generator, state in zip(generators, kept, strict=True):
+            _set_state(generator, state)
+        return _digest_of(own_copy(dataset[i]))
+
+    with _same_draws() as begin:
+        dataset[0]  # what is made once is made by now
+        first, same = read(0), True
+        for others in ((), (n - 1,), (n // 2, n - 1)):
+            for i in others:
+                read(i)
+            same = same and read(0) == first
+    for generator, state in zip(generators, kept, strict=True):
+        _set_state(generator, state)
+    if same:
+        return
+    raise UnprovedError(
+        ALONE,
+        "an item of the dataset is another one after others were read, with the same random draws.",
+        "Compute every item from its own row, keep nothing between reads, and draw from the generators of torch, NumPy "
+        "or Python.",
+    )
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _another(row: Tensor) -> Tensor:
@@ -389,7 +445,23 @@ class Items(Dataset[Any]):
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        return own_copy(self._dataset[index])
+
+
+def own_copy(value: Any) -> Any:
+    """A copy that shares no memory: a dataset may give all items in one buffer, and the last would fill a batch."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        if isinstance(leaf, str | bytes | int | float | complex | bool | None):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # an object of its own, of which nobody knows how
+            return leaf
+
+    return tree_map(copied, value)
 
 
 class SeparateCollate:
@@ -420,6 +492,7 @@ class SeparateCollate:
                 ALONE, "collate_fn does not give one row for one item.", "Return one row for every sample."
             )
         self._rows = [torch.zeros_like(t) for t in self._rows]
+        self._said = False
 
     def __call__(self, items: list[Any]) -> tuple[Any, Tensor]:
         items = [tree_map(_plain, item) for item in items]
@@ -432,6 +505,18 @@ class SeparateCollate:
         found = [torch.cat(parts) for parts in zip(*(row or self._rows for row in rows), strict=True)]
         return tree_unflatten(found, self._form), fits
 
+    def say_what_does_not_fit(self, fits: Tensor) -> None:
+        """Warn the data holder, once, of items that do not count."""
+        if self._said or bool(fits.all()):
+            return
+        self._said = True
+        warnings.warn(
+            f"{int((fits == 0).sum())} of the first {fits.numel()} items have another shape or type than item 0 of the "
+            "dataset; such items count as zero and train nothing: give all of them one form, for instance by padding. "
+            "(This line is for the data holder's eyes.)",
+            stacklevel=2,
+        )
+
     def _row(self, item: Any) -> list[Tensor] | None:
         """The tensors of one item; None if they have another form than those of the first."""
         try:
@@ -442,22 +527,12 @@ class SeparateCollate:
             return None
         if any(t.shape != own.shape or not _converts(t, own) for t, own in zip(leaves, self._rows, strict=True)):
             return None
-        return [t.to(own.dtype) for t, own in zip(leaves, self._rows, strict=True)]
+        return [t.to(own.dtype, copy=True) for t, own in zip(leaves, self._rows, strict=True)]
 
 
 def _plain(value: Any) -> Any:
     """A tensor without the methods of a subclass, which could answer for a whole batch."""
     return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) is not Tensor else value
-
-
-def say_what_does_not_fit(fits: Tensor) -> None:
-    """Warn the data holder of items that do not count."""
-    if not bool(fits.all()):
-        warnings.warn(
-            "items of another shape or type than the first one of the dataset count as zero: give all of them one "
-            "form. (This line is for the data holder's eyes.)",
-            stacklevel=2,
-        )
 
 
 def _converts(t: Tensor, wanted: Tensor) -> bool:

@@ -68,4 +68,6 @@ def schedule(name: str, value: float | Schedule, meaning: str) -> Schedule:
     """A schedule from a schedule or from one number."""
     if isinstance(value, Schedule):
         return value
+    if isinstance(value, Mapping):
+        raise ModelMixError(f"{name} is a number or a Schedule: give mm.Schedule.pieces({value!r}) for instance.")
     return Schedule.pieces({1: positive(name, value, meaning)})

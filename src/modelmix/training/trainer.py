@@ -39,14 +39,22 @@ from modelmix.runs.record import Record
 from modelmix.training.augment import apply_augmentation
 from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
-from modelmix.training.evaluation import evaluate, evaluating, is_classification
-from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_one_process
+from modelmix.training.evaluation import evaluate
+from modelmix.training.guard import (
+    KEEPS_NOTHING,
+    check_mechanism,
+    check_model,
+    check_public_model,
+    require_not_private,
+    require_one_process,
+)
 from modelmix.training.identity import code_digest
+from modelmix.training.labels import Labels
 from modelmix.training.performance import Performance
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.rules import Rule, State, propose_step
-from modelmix.training.sampling import Ahead, Chunk, DatasetSource, TensorSource, as_source, check_items_alone
+from modelmix.training.sampling import Ahead, Chunk, DatasetSource, Source, TensorSource, as_source, check_items_alone
 from modelmix.training.schedules import Schedule, schedule
 from modelmix.training.sending import sent
 
@@ -135,6 +143,7 @@ class Trainer:
         self._test = None if test_set is None else as_source(test_set, self._performance.workers).to(self._device)
         self._flat = FlatParameters(model)
         check_model(model)
+        require_not_private(model)
         self._lr = schedule("lr", lr, "the learning rate")
         self._tau = None if tau is None else schedule("tau", tau, "the mixing threshold")
         self._clip = Clip(clip).c
@@ -160,7 +169,7 @@ class Trainer:
         if isinstance(self._source, DatasetSource):
             check_items_alone(self._source.dataset)
         check_public_model(model, self._source.arrays())
-        self._classes = self._count_classes()
+        self._labels = Labels(model, loss, self._source.head(1))
         self._check_samples()
         if engine is not None:
             engine.require_fit(model)
@@ -220,14 +229,18 @@ class Trainer:
 
     @property
     def state(self) -> State:
-        """The released states: ``last`` is w_k and ``previous`` w_{k-1}, as flat float64 vectors."""
-        return self._state
+        """The released states: ``last`` is w_k and ``previous`` w_{k-1}, as flat float64 vectors.
+
+        While a run with a folder goes on, those that are kept there: a state that is not kept is taken again, with
+        other noise, if the process dies, so nobody may have seen it.
+        """
+        return self._kept if self._record is not None else self._state
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """What was measured on the test set, with an upper bound on the epsilon of that moment."""
         self._price()
-        return [dict(row) for row in self._metrics]
+        return [dict(row) for row in self._metrics if self._record is None or row["step"] <= self._kept.step]
 
     @property
     def step(self) -> int:
@@ -285,21 +298,24 @@ class Trainer:
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with the average of released states in place of the last one."""
-        if self._state.average is None:
-            raise ModelMixError("this run keeps no average: give ema, for instance ema=0.99.")
-        return self._state_dict(self._state.average)
+        return self._state_dict(self._average_of(self.state))
 
     def evaluate(self, test_set: Any = None, *, averaged: bool = False) -> dict[str, float | None]:
         """Accuracy and loss on held-out samples."""
         source = self._test if test_set is None else as_source(test_set).to(self._device)
         if source is None:
             raise ModelMixError("there is nothing to evaluate on: give test_set.")
-        vector = self._state.last
-        if averaged:
-            if self._state.average is None:
-                raise ModelMixError("this run keeps no average: give ema, for instance ema=0.99.")
-            vector = self._state.average
+        return self._evaluated(source, self.state, averaged)
+
+    def _evaluated(self, source: Source, state: State, averaged: bool = False) -> dict[str, float | None]:
+        vector = self._average_of(state) if averaged else state.last
         return evaluate(self._model, self._loss, self._flat.views(vector), source, self._device)
+
+    @staticmethod
+    def _average_of(state: State) -> Tensor:
+        if state.average is None:
+            raise ModelMixError("this run keeps no average: give ema, for instance ema=0.99.")
+        return state.average
 
     # Training.
 
@@ -446,7 +462,7 @@ class Trainer:
                     lambda t: sent(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
                 )
                 if isinstance(self._source, DatasetSource):
-                    targets, weights = self._without_unknown(targets, weights)
+                    targets, weights = self._labels.without_unknown(targets, weights)
                 if self._augment is not None:
                     inputs, targets = tree_map(lambda t: t.repeat_interleave(self._multiplicity, 0), (inputs, targets))
                     inputs = apply_augmentation(self._augment, inputs, generator)
@@ -519,7 +535,7 @@ class Trainer:
         """What nobody can prove from outside of how this run takes its gradients."""
         if self._engine.name == "hooks":
             return []
-        return ["the model keeps nothing of one sample outside of the process while it runs the others"]
+        return [KEEPS_NOTHING]
 
     def _chunk_size(self) -> int:
         """By the largest batch of the whole plan: augmentation is drawn chunk by chunk, wherever a run is resumed."""
@@ -548,53 +564,14 @@ class Trainer:
                 stacklevel=3,
             )
         if isinstance(self._source, TensorSource):
-            self._check_targets(self._source.targets)
-        if isinstance(self._test, TensorSource):
-            self._check_targets(self._test.targets, "test")
+            self._labels.check(self._source.targets)
+        if self._test is not None:
+            tested = Labels(self._model, self._loss, self._test.head(1))
+            if isinstance(self._test, TensorSource):
+                tested.check(self._test.targets, "test")
         if self._embedding is not None:
-            self._check_targets(self._embedding.source.targets, "public")
+            self._labels.check(self._embedding.source.targets, "public")
             self._embedding.layout(self._flat.size)
-
-    def _unknown(self, targets: Any) -> Tensor | None:
-        """Which labels the model has no output for, where there are labels."""
-        labels = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
-        if self._classes is None or not labels:
-            return None
-        ignored = getattr(self._loss, "ignore_index", -100)
-        found: Tensor = ((targets < 0) | (targets >= self._classes)) & (targets != ignored)
-        return found
-
-    def _check_targets(self, targets: Any, split: str = "training") -> None:
-        """Labels that the model has no output for: an index error at best, on a GPU a dead process."""
-        unknown = self._unknown(targets)
-        if unknown is not None and bool(unknown.any()):
-            odd = targets[unknown]
-            most = 0 if self._classes is None else self._classes - 1
-            raise ModelMixError(
-                f"the {split} labels run from {int(odd.min())} to {int(odd.max())} where the model has {most + 1} "
-                f"outputs: labels must be 0 to {most}. (This line is for the data holder's eyes.)"
-            )
-
-    def _without_unknown(self, targets: Any, weights: Tensor) -> tuple[Any, Tensor]:
-        """Samples of a ``Dataset`` with such a label count as zero: stopping would depend on the data."""
-        unknown = self._unknown(targets)
-        if unknown is None:
-            return targets, weights
-        return torch.where(unknown, 0, targets), torch.where(unknown, 0.0, weights)
-
-    def _count_classes(self) -> int | None:
-        """The number of labels the loss can take, for the losses that take labels; from public shapes alone."""
-        name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        if name not in ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
-            return None
-        inputs, targets = tree_map(lambda t: t.to(self._device), engines.synthetic(self._source.head(1)))
-        try:
-            with torch.no_grad(), evaluating(self._model):
-                outputs = engines.universal.call(self._model, inputs)
-        except (RuntimeError, TypeError, IndexError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelMixError(f"the model fails on samples of these shapes and types: {reason}") from error
-        return int(outputs.shape[1]) if is_classification(outputs, targets) else None
 
     def _check_untouched(self) -> None:
         check_model(self._model)
@@ -717,10 +694,10 @@ class Trainer:
         row["epsilon"] = None
         self._unpriced[self.step] = self._ledger
         if self._test is not None:
-            found = self.evaluate()
+            found = self._evaluated(self._test, self._state)
             row |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
             if self._state.average is not None:
-                row["ema_accuracy"] = self.evaluate(averaged=True)["accuracy"]
+                row["ema_accuracy"] = self._evaluated(self._test, self._state, averaged=True)["accuracy"]
         self._metrics = [old for old in self._metrics if old["step"] < self.step] + [row]
 
     def _price(self) -> None:

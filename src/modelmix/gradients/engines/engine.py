@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from modelmix.errors import ModelMixError
 from modelmix.gradients.clipping import Clip, ClippedSum
 from modelmix.gradients.engines import universal
+from modelmix.gradients.engines.alone import SampleAlone
 from modelmix.gradients.engines.choice import disagreement, exact, quiet, slower, synthetic
 from modelmix.gradients.engines.chunk import ENGINES, Loss, check_rows, detached, known, rows, sum_of_chunk, unchanged
 from modelmix.gradients.engines.compiled import (
@@ -27,6 +28,7 @@ from modelmix.gradients.engines.compiled import (
     require_equal,
     same_tensors,
 )
+from modelmix.gradients.engines.criterion import require_no_parameters, with_class_weights
 from modelmix.gradients.engines.independence import MeetingError
 from modelmix.gradients.engines.layers import rule_for, wide
 from modelmix.gradients.engines.trace import ProvedPass, unproved
@@ -74,16 +76,20 @@ class Engine:
             raise ModelMixError(f"precision = {precision!r} is unknown: choose {', '.join(PRECISIONS)}.")
         if name != "auto":
             known(name)
-        self._original, self._loss = model, loss
+        self._original, self._loss, self._criterion = model, with_class_weights(loss), loss
         self._dtype = None if precision is None else PRECISIONS[precision]
         self._model = model if self._dtype is None else _twin(model, self._dtype)
         device = next(model.parameters()).device
         self._passes: dict[Any, ProvedPass | None] = {}
         self._last: tuple[Stamps, dict[str, Tensor]] | None = None
         self._remembered: tuple[Watch, WatchedFunction] | None = None
+        self._alone: SampleAlone | None = None
         self.reason: str | None = None
         """Why the fast engine is not used; None if it is, or if another one was asked for."""
-        self.name = self._chosen(name, tree_map(lambda t: t.to(device), synthetic(probe)))
+        self._probe = tree_map(lambda t: t.to(device), synthetic(probe))
+        with self._draws_apart():
+            require_no_parameters(model, self._loss, *self._probe)
+        self.name = self._chosen(name, self._probe)
         if device.type == "cuda" and self.name == "hooks":
             self._check_kernels(probe)
         self._compile = self.name != "loop" and (device.type == "cuda" if compiled is None else compiled)
@@ -109,7 +115,7 @@ class Engine:
             except MeetingError as reason:
                 self.reason = str(reason)
             except ModelMixError as reason:  # a layer that hooks cannot follow
-                self.reason = str(reason).rstrip(".")
+                self.reason = str(reason).partition("; use engine=")[0].rstrip(".")
             if self.reason is None:
                 return "hooks"
             if name == "hooks":
@@ -144,7 +150,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy traces and compiles its own model: what was traced holds on to this one's constants."""
-        return vars(self) | {"_passes": {}, "_compiled": {}, "_seen": {}, "_remembered": None}
+        return vars(self) | {"_passes": {}, "_compiled": {}, "_seen": {}, "_remembered": None, "_alone": None}
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -222,16 +228,14 @@ class Engine:
         parameters, samples = self._at_precision(parameters), rows((x, targets)) // copies
         proved = self._proved(parameters, x, targets, copies, loss) if samples else None
         if proved is None and samples:
-            name = "universal" if self.name == "hooks" else self.name
-            return OfPasses(
-                name,
-                self._model,
-                loss,
-                parameters,
-                (x, targets),
-                copies,
-                Watch(self._model, attributes=True, parameters=parameters),
-            )
+            self._before_code_runs()
+            watch = Watch(self._model, attributes=True, parameters=parameters)
+
+            def check() -> None:
+                watch.check()
+                self._require_unchanged()
+
+            return OfPasses(self._one_by_one, self._model, loss, parameters, (x, targets), copies, check)
         uses = proved.uses(parameters, *detached(x, targets))[0] if proved is not None else []
         return OfUses(uses, parameters, samples)
 
@@ -267,12 +271,10 @@ class Engine:
             if kept is not None:
                 kept.append((rest[0], rest[1]))
         else:
-            self.remember()
-            self._require_unchanged()
-            watch = Watch(self._model, parameters=parameters)
-            name = "universal" if self.name == "hooks" else self.name
+            self._before_code_runs()
+            watch, run = Watch(self._model, parameters=parameters), ENGINES[self._one_by_one]
             with unchanged(parameters):
-                found = ENGINES[name](self._model, loss, parameters, *detached(inputs, targets), copies, kept=kept)
+                found = run(self._model, loss, parameters, *detached(inputs, targets), copies, kept=kept)
             watch.check()
             self._require_unchanged()
         return [found[n] if n in found else Dense(p.new_zeros(m, *p.shape)) for n, p in parameters.items()]
@@ -285,13 +287,36 @@ class Engine:
         """
         self._ready(())  # a twin in another precision takes on the modes
         if self._remembered is None:
-            criterion = WatchedFunction(self._loss, "the criterion", self._model)
+            if self.name != "hooks":
+                self._alone = self._sample_alone()  # first: what is made once is made by then
+            criterion = WatchedFunction(self._criterion, "the criterion", self._model)
             self._remembered = Watch(self._model, attributes=True), criterion
 
     def _require_unchanged(self) -> None:
         """Refuse to run the code of model or criterion after something of a sample may have reached it."""
         for watch in self._remembered or ():
             watch.check()
+        if self._alone is not None:
+            self._alone.check()
+
+    def _before_code_runs(self) -> None:
+        """Before the model's own code is given private samples, rather than a graph of it that was proved."""
+        self.remember()
+        self._require_unchanged()
+        if self._alone is None:  # of a chunk whose form is not proved
+            self._alone = self._sample_alone()
+
+    @property
+    def _one_by_one(self) -> str:
+        """The engine in which samples cannot meet, for what is not proved."""
+        return "universal" if self.name == "hooks" else self.name
+
+    def _sample_alone(self) -> SampleAlone:
+        own = FlatParameters(self._original)
+        loss, inputs = self._ready(self._probe[0])
+        parameters = {name: p.clone() for name, p in self._at_precision(own.views(own.read())).items()}
+        x, y = tree_map(lambda t: t[:1], (inputs, self._probe[1]))
+        return SampleAlone(partial(ENGINES[self._one_by_one], self._model, loss, parameters, x, y, 1), x)
 
     def _compiled_sum(
         self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int

@@ -165,23 +165,25 @@ def per_sample_loop(
     kept: Kept | None = None,
 ) -> dict[str, Gradients]:
     """One sample after the other through ordinary autograd: slow, and right wherever autograd is."""
-    free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-    wanted = [name for name in free if names is None or name in names]
+    wanted = [name for name in parameters if names is None or name in names]
     batch = split((inputs, targets), copies)
     samples = tree_leaves(batch)[0].shape[0]
-    found = {name: free[name].new_zeros(samples, *free[name].shape) for name in wanted}
+    found = {name: parameters[name].new_zeros(samples, *parameters[name].shape) for name in wanted}
     seen: list[tuple[Any, Tensor]] = []
     seeds, device = torch.randint(2**31, (samples,), device="cpu").tolist(), tree_leaves(batch)[0].device
-    # All of it with these values: a layer that is computed again by the backward pass reads them again.
-    with torch.enable_grad(), running_at(model, free), _generators_apart(device):
+    with torch.enable_grad(), _generators_apart(device):
         for i in range(samples):
             _seed_all(seeds[i])  # how much one sample draws, or that it seeds anew, is nothing to the next
             x, y = tree_map(lambda t, i=i: t[i].clone(), batch)  # nothing of another sample within reach
-            outputs = call(model, x)
-            value = mean_loss(loss, outputs, y, copies)
-            if not value.requires_grad:
-                raise ModelMixError("the loss does not depend on any trained parameter.")
-            gradients = torch.autograd.grad(value, [free[name] for name in wanted], allow_unused=True)
+            # Tensors of its own as well: what a model keeps on a parameter, or in its .grad, goes with the sample.
+            free = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+            # All of it with these values: a layer that is computed again by the backward pass reads them again.
+            with running_at(model, free):
+                outputs = call(model, x)
+                value = mean_loss(loss, outputs, y, copies)
+                if not value.requires_grad:
+                    raise ModelMixError("the loss does not depend on any trained parameter.")
+                gradients = torch.autograd.grad(value, [free[name] for name in wanted], allow_unused=True)
             for name, g in zip(wanted, gradients, strict=True):
                 if g is not None:
                     found[name][i] = g.to_dense()

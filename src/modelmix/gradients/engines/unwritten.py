@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 from modelmix.gradients.engines import hooks
 from modelmix.gradients.engines.chunk import ENGINES, Loss, detached, rows, unchanged
 from modelmix.gradients.gradients import Gradients, Unwritten
-from modelmix.gradients.memory import Watch
 from modelmix.gradients.torch_rng import draws_apart
 
 
@@ -40,7 +39,7 @@ class OfPasses(Unwritten):
     Args:
         engine, model, loss: that give gradients.
         batch: (inputs, targets), every sample of which is ``copies`` rows.
-        watch: that notices what the model keeps from one pass to the next.
+        check: refuses what the model keeps from one pass to the next.
     """
 
     def __init__(
@@ -51,10 +50,10 @@ class OfPasses(Unwritten):
         parameters: dict[str, Tensor],
         batch: Any,
         copies: int,
-        watch: Watch,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(parameters, rows(batch) // copies)
-        self._watch = watch
+        self._check = check
         self._engine = partial(ENGINES[engine], model, loss, parameters)
         self._batch, self._copies = detached(*batch), copies
         self._seed = int(torch.randint(2**62, (), device="cpu"))
@@ -64,7 +63,7 @@ class OfPasses(Unwritten):
             with draws_apart(self.device), unchanged(self.parameters):
                 torch.manual_seed(self._seed)
                 found = self._engine(*tree_map(torch.clone, self._batch), self._copies, names=names)
-            self._watch.check()
+            self._check()
             yield from found.items()
 
 
