@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmix.accounting.guarantee import Guarantee, guarantee
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.validation import probability
 from modelmix.errors import ModelMixError
@@ -57,7 +57,7 @@ def load_claim(path: str | Path) -> Claim:
     """Read a run folder or a ledger file; a ledger.json in the folder of a run counts as that run."""
     path = Path(path)
     file = path / "ledger.json" if path.is_dir() else path
-    ledger = Ledger.load(file)
+    ledger = read_ledger(file)
     for place in (file, file.resolve()):  # a link to the ledger of a run is one as well
         config, plan = place.with_name("config.json"), plan_beside(place)
         if plan.exists():

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import SCHEMA, VERSION
 from modelmix.errors import ModelMixError
 from modelmix.files import TEMPORARY, lock, write_atomically
@@ -96,7 +96,7 @@ class RunFolder:
         self._write("ledger.json", ledger.to_json())
 
     def load_ledger(self) -> Ledger:
-        return Ledger.load(self.file("ledger.json"))
+        return read_ledger(self.file("ledger.json"))
 
     def save_checkpoint(self, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Arrays and JSON in one file, readable by its owner only: it holds the randomness of the steps to come."""

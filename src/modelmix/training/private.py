@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import threading
 import types
 import uuid
@@ -38,7 +39,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from modelmix.accounting.guarantee import Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, append_to_ledger, read_ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
 from modelmix.accounting.runs import plan_beside, read_object
@@ -235,13 +236,13 @@ class _Loop:
         self.own = self.claim  # what ran in it
         self.runs: dict[str, float] = {self.name: math.inf}  # how many lines of each run are in either
         self.base: str | None = None  # the run that all of ``earlier`` is of, where it is of one
-        self.file = None if ledger is None else Path(ledger)
-        self.written_ledger: str | None = None
+        self.file = None if ledger is None else Path(os.path.realpath(ledger))  # the plan lies beside the real one
+        self.written_ledger: Ledger | None = None
         if self.file is not None and self.file.exists():
-            self.written_ledger = self.file.read_text(encoding="utf-8")
+            self.written_ledger = read_ledger(self.file)
             if plan_beside(self.file).exists():
                 self._require_goes_on(Plan.from_dict(read_object(plan_beside(self.file))))
-            self._take_on(Ledger.load(self.file), same=True)
+            self._take_on(self.written_ledger, same=True)
             with suppress(OSError, ValueError, TypeError):
                 self.runs |= {str(k): int(v) for k, v in json.loads(self._names().read_text(encoding="utf-8")).items()}
         start = self.flat.read()
@@ -372,7 +373,12 @@ class _Loop:
         """Write the ledger before a step exists; refuse if somebody else has written to the file."""
         if self.file is None:
             return
-        now = self.file.read_text(encoding="utf-8") if self.file.exists() else None
+        self.written_ledger = append_to_ledger(self.file, self._extended_ledger)
+        write_atomically(self._names(), json.dumps({**self.runs, self.name: self.ledger.steps}, sort_keys=True))
+
+    def _extended_ledger(self, now: Ledger | None) -> Ledger:
+        """The ledger to be written over what the file holds now; the plan is on disk before it."""
+        assert self.file is not None
         if now != self.written_ledger:
             raise UnprovedError(
                 "everything that is released about the same samples adds up",
@@ -380,9 +386,7 @@ class _Loop:
                 "Give every loop a ledger file of its own, and the earlier ones as spent in its plan.",
             )
         write_atomically(plan_beside(self.file), json.dumps(self.plan.as_dict(), indent=1) + "\n")
-        self.ledger.save(self.file)
-        write_atomically(self._names(), json.dumps({**self.runs, self.name: self.ledger.steps}, sort_keys=True))
-        self.written_ledger = self.file.read_text(encoding="utf-8")
+        return self.ledger
 
     @cached_property
     def planned(self) -> Guarantee:
