@@ -162,6 +162,55 @@ def test_a_look_is_not_charged_to_the_file_of_a_loop_or_a_run(look, run, tmp_pat
     assert load_claim(new).ledger.steps == 11, "the whole plan, and the look"
 
 
+# A run that was stopped, by way of its ledger file.
+
+
+def stopped(folder: Path) -> Path:
+    """A run of 20 of 50 planned steps."""
+    samples = X, Y
+    plan = mm.plan(delta=1e-5, steps=50, noise_multiplier=1.0, samples=300, sample_rate=0.1)
+    mm.Trainer(nn.Linear(5, 2), nn.CrossEntropyLoss(), samples, plan, clip=1.0, lr=0.1, folder=folder).run(20)
+    return folder
+
+
+def test_a_stopped_run_counts_as_its_plan_in_python_too(tmp_path):
+    """50 planned, 20 taken: ``mm.epsilon(mm.Ledger.load(...))`` was that of 20 steps."""
+    run, path = stopped(tmp_path / "run"), tmp_path / "loop.json"
+    go(*loop(path))
+    for file in (run / "ledger.json", path):
+        with pytest.raises(mm.ModelMixError, match=r"use mm.load_claim\('.*'\), which counts the plan"):
+            mm.Ledger.load(file)
+    with pytest.raises(mm.ModelMixError, match=r"is a folder: use mm.load_claim"):
+        mm.Ledger.load(run)
+    claim = mm.load_claim(run)
+    assert claim.guarantee(1e-5).epsilon == mm.epsilon(A, 1e-5, steps=50)
+    for spent in (run, str(run), run / "ledger.json", claim, [run], claim.ledger, (claim,)):
+        plan = mm.plan(epsilon=8, delta=1e-5, samples=300, batch=30, steps=5, spent=spent)
+        assert plan.spent == claim.ledger
+        assert mm.Plan.of(A, 5, spent=spent).spent == claim.ledger
+    both = mm.plan(noise_multiplier=1.0, delta=1e-5, samples=300, batch=30, steps=5, spent=[run, path])
+    assert both.spent.steps == 60
+    assert mm.plan(noise_multiplier=1.0, delta=1e-5, samples=300, batch=30, steps=5, spent=[]).spent == mm.Ledger()
+    with pytest.raises(mm.ModelMixError, match="3 is none"):
+        mm.plan(noise_multiplier=1.0, delta=1e-5, samples=300, batch=30, steps=5, spent=[run, 3])
+
+
+def test_a_run_that_took_all_it_planned_is_loaded(tmp_path):
+    plan = mm.plan(delta=1e-5, steps=5, noise_multiplier=1.0, samples=300, sample_rate=0.1)
+    t = mm.Trainer(nn.Linear(5, 2), nn.CrossEntropyLoss(), (X, Y), plan, clip=1.0, lr=0.1, folder=tmp_path / "run")
+    t.run()
+    assert mm.Ledger.load(tmp_path / "run" / "ledger.json") == t.ledger
+
+
+@pytest.mark.parametrize("left", [0.0, 1e-6])
+def test_what_was_spent_is_named_where_too_little_is_left(left):
+    earlier = mm.Ledger(population=300).add(A, 33)
+    target = mm.epsilon(earlier, 1e-5) * (1 + left)
+    with pytest.raises(mm.BudgetExceeded, match=r"have spent epsilon 4.* Raise the target epsilon, or train on") as no:
+        mm.plan(epsilon=target, delta=1e-5, samples=300, batch=30, steps=10, spent=earlier)
+    assert "at delta 1e-05" in str(no.value)
+
+
 # What lies where a ledger is to be written.
 
 
