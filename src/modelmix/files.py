@@ -40,7 +40,7 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
             with suppress(FileNotFoundError):  # interrupted right after it got its name
                 os.unlink(temporary)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise ModelMixError(f"cannot write {path}: {error.strerror or error}.") from None
 
@@ -95,8 +95,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the renaming itself durable, where system and disk can do that for a folder."""
+def sync_folder(folder: Path) -> None:
+    """Makes a renaming or a removal itself durable, where system and disk can do that for a folder."""
     if hasattr(os, "O_DIRECTORY"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -21,7 +21,7 @@ from torch import Tensor
 from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import SCHEMA, VERSION
 from modelmix.errors import ModelMixError
-from modelmix.files import TEMPORARY, lock, write_atomically
+from modelmix.files import TEMPORARY, lock, sync_folder, write_atomically
 
 __all__ = ["SCHEMA", "VERSION", "RunFolder"]
 
@@ -131,10 +131,15 @@ class RunFolder:
         except ModelMixError as error:
             raise ModelMixError(f"{error} Nothing kept is lost: mend this, then resume=True (--resume).") from None
 
-    def remove(self, name: str) -> None:
-        """Delete a file that no longer holds, if it is there."""
-        with suppress(FileNotFoundError):
-            self.file(name).unlink()
+    def remove(self, *names: str) -> None:
+        """Delete files that no longer hold, if they are there; durable when it returns."""
+        try:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self.file(name).unlink()
+        except OSError as error:
+            raise ModelMixError(f"cannot remove {self.file(name)}, which no longer holds: {error.strerror}.") from None
+        sync_folder(self.path)
 
     def sweep(self) -> None:
         """Removes what a killed process left half-written; those files were never in use."""

@@ -42,10 +42,11 @@ from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, append_to_ledger, read_ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
-from modelmix.accounting.runs import plan_beside, read_object
+from modelmix.accounting.runs import Claim, plan_beside, read_object, restrictions
 from modelmix.accounting.validation import positive, whole
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.files import write_atomically
+from modelmix.format import up
 from modelmix.training import engines
 from modelmix.training.clipping import Clip, ClippedSum
 from modelmix.training.guard import ALONE, check_mechanism, check_model, check_public_model, require_one_process
@@ -65,6 +66,11 @@ from modelmix.training.sampling import (
 )
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
+_KEEPS_NOTHING = "model and criterion keep nothing of one sample outside of the process while they run others"
+_LOOP = (
+    "what the loop prints or does with training samples, their outputs and losses: for instance learning rates and "
+    "settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch"
+)
 _CRITERION = (
     "Use the criterion that make_private returned, on the model's outputs and the loader's targets as they are: "
     "transformations of them belong into the model, the dataset or the criterion."
@@ -229,6 +235,8 @@ class _Loop:
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.engine = engines.Engine(model, loss, probe)
+        alone = () if self.engine.name == "hooks" else (_KEEPS_NOTHING,)
+        self.said: dict[str, tuple[str, ...]] = {"assumed": alone, "excluded": (_LOOP,)}
         self.randomness = Randomness(seed)
         self.name = uuid.uuid4().hex
         self.claim = replace(plan.ledger, phases=(), seeded=seed is not None)
@@ -241,7 +249,10 @@ class _Loop:
         if self.file is not None and self.file.exists():
             self.written_ledger = read_ledger(self.file)
             if plan_beside(self.file).exists():
-                self._require_goes_on(Plan.from_dict(read_object(plan_beside(self.file))))
+                before = read_object(plan_beside(self.file))
+                self._require_goes_on(Plan.from_dict(before))
+                then = zip(self.said, restrictions({"test_public": True, **before}), strict=True)
+                self.said = {name: tuple(dict.fromkeys((*lines, *self.said[name]))) for name, lines in then}
             self._take_on(self.written_ledger, same=True)
             with suppress(OSError, ValueError, TypeError):
                 self.runs |= {str(k): int(v) for k, v in json.loads(self._names().read_text(encoding="utf-8")).items()}
@@ -312,7 +323,7 @@ class _Loop:
                 f"an earlier loop over these samples planned {before.steps:,} steps, and this plan does not go on with "
                 "that one: make the plan it was made with, or a longer one (plan.extended). Or begin a new loop with "
                 "another ledger file, with the model's weights alone and with what the earlier one counts as "
-                "(mm.load_claim(FILE).ledger, optimizer.plan.ledger) as spent in mm.plan(...)."
+                "(mm.load_claim(FILE), optimizer.plan.ledger) as spent in mm.plan(...)."
             )
 
     def _before(self) -> Ledger:
@@ -328,9 +339,9 @@ class _Loop:
         cost = ledger_epsilon(earlier.then(self.own).then(left), self.plan.delta)
         if cost > self.planned.epsilon * (1 + 1e-9):
             raise BudgetExceeded(
-                f"what has run costs epsilon {cost:.6g} with this plan, which foresees {self.planned.epsilon:.6g}: "
-                "give what it counts as (mm.load_claim(FILE).ledger, optimizer.plan.ledger) as spent in mm.plan(...), "
-                "or the plan it was run with."
+                f"what has run costs epsilon {up(cost, 6)} with this plan, which foresees "
+                f"{up(self.planned.epsilon, 6)}: give what it counts as (mm.load_claim(FILE), optimizer.plan.ledger) "
+                "as spent in mm.plan(...), or the plan it was run with."
             )
         self.earlier = earlier
 
@@ -385,7 +396,7 @@ class _Loop:
                 f"{self.file} was written to by another loop.",
                 "Give every loop a ledger file of its own, and the earlier ones as spent in its plan.",
             )
-        write_atomically(plan_beside(self.file), json.dumps(self.plan.as_dict(), indent=1) + "\n")
+        write_atomically(plan_beside(self.file), json.dumps({**self.plan.as_dict(), **self.said}, indent=1) + "\n")
         return self.ledger
 
     @cached_property
@@ -715,15 +726,9 @@ class PrivateOptimizer(Optimizer):
     def guarantee(self) -> Guarantee:
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
-        held = []
-        if loop.engine.name != "hooks":
-            held.append("model and criterion keep nothing of one sample outside of the process while they run others")
-        planned = loop.planned
-        excluded = (
-            "what the loop prints or does with training samples, their outputs and losses: for instance learning rates "
-            "and settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch",
-        )
-        return replace(planned, seeded=loop.ledger.seeded, assumed=(*planned.assumed, *held), excluded=excluded)
+        planned = replace(loop.plan.ledger, seeded=loop.ledger.seeded)
+        claim = Claim(planned, loop.ledger, assumed=loop.said["assumed"], excluded=loop.said["excluded"])
+        return claim.qualified(loop.planned)
 
     def epsilon(self, delta: float | None = None) -> float:
         """epsilon of the steps so far; it holds if their number was fixed beforehand, see ``guarantee``."""
