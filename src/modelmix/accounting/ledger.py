@@ -130,7 +130,8 @@ class Ledger:
         """A ledger with all of another one after this one; what either breaks, both break.
 
         The claim is the weaker of the two, whichever comes first: zero-out if either is, because add-or-remove implies
-        it, and no single population where they differ or one is not known. An empty ledger claims nothing and takes on
+        it, and no single population where they differ, where one is not known, or where one is a number of samples and
+        the other a constant. An empty ledger claims nothing and takes on
         the other's claim.
         """
         said = [ledger for ledger in (self, other) if ledger.phases] or [other]
@@ -143,7 +144,7 @@ class Ledger:
             (*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)),
             ZERO_OUT if any(ledger.adjacency == ZERO_OUT for ledger in said) else ADD_OR_REMOVE,
             said[0].unit,
-            said[0].population if len({ledger.population for ledger in said}) == 1 else None,
+            said[0].population if len({(ledger.adjacency, ledger.population) for ledger in said}) == 1 else None,
             self.seeded or other.seeded,
             tuple({n for ledger in said for n in ledger.populations}),
         )
