@@ -251,7 +251,8 @@ class Plan:
         raise ModelMixError(
             f"epsilon {self.target:g} leaves only noise (z = {z:.4g}): over all {self.steps:,} steps it is "
             f"{times:.3g} times the largest possible sum of all gradients. With this batch and these steps epsilon "
-            f"{possible:.2g} is the least that leaves something to learn from; or use a larger batch or more samples."
+            f"{up_digits(possible, 2)} is the least that leaves something to learn from; or use a larger batch or more "
+            "samples."
         )
 
 

@@ -287,7 +287,7 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
     notes += [note for found in recipe.spent_claims() for note in found.notes]
     notes.append(f"Report: {folder / 'report.html'}")
     notes.append(f"Check it: modelmix verify {quote(str(folder))} --delta {recipe.delta!r}")
-    show.table(f"{recipe.name}, delta = {recipe.delta:g}", ["", ""], rows, notes)
+    show.table(f"{recipe.name}, delta = {show.up_digits(recipe.delta)}", ["", ""], rows, notes)
 
 
 def _percent(value: float | None) -> str:
