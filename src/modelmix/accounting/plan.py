@@ -144,8 +144,9 @@ class Plan:
         """Refuse a step past the end of the plan."""
         if step > self.steps:
             raise BudgetExceeded(
-                f"step {step} is past the end of a plan of {self.steps} steps: its epsilon would no longer be the "
-                f"planned one. Extend the plan (plan.extended(steps)) to go on at a larger epsilon."
+                f"step {step:,} is past the end of a plan of {self.steps:,} steps: its epsilon would no longer be the "
+                "planned one. To go on at a larger epsilon, plan more steps: trainer.extend(steps), or "
+                "optimizer.extend(steps) in a loop of your own."
             )
 
     def guarantee(self) -> Guarantee:

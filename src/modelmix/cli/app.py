@@ -112,8 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in (*_COMMANDS, *_GROUPS) else ""
-        _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
+        _fail(f"{message().rstrip('.?')}. See modelmix {_named(command, arguments)}--help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -134,6 +133,17 @@ def _terminable() -> Iterator[None]:
 
 def _terminate(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)  # what a shell says of a process that died of this signal
+
+
+def _named(command: Any, arguments: list[str]) -> str:
+    """The commands that the arguments begin with, each with a space after it."""
+    out = ""
+    for argument in arguments:
+        command = getattr(command, "commands", {}).get(argument)
+        if command is None:
+            break
+        out += f"{argument} "
+    return out
 
 
 def _drop_output() -> None:

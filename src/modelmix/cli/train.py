@@ -224,6 +224,8 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
         from modelmix.training import Performance
         from modelmix.training.folder import RunFolder
     performance = Performance(**knobs._asdict())
+    if resume and not RunFolder(folder).holds_a_run:
+        print(f"{folder} holds no run: a new one begins.", file=sys.stderr)
     if not resume:
         RunFolder(folder).require_vacant()  # before features take their time
     with plain_warnings():

@@ -150,7 +150,9 @@ def make_private(
     elif not isinstance(plan, Plan):
         raise ModelMixError(f"{plan!r} is not a Plan: make one with mm.plan(...) or Plan.of(mechanism, steps).")
     elif epsilon is not None or epochs is not None or population is not None:
-        raise ModelMixError("plan already contains epsilon, epochs and population: give either plan or these.")
+        given = {"epsilon": epsilon, "epochs": epochs, "population": population}
+        said = " and ".join(name for name, value in given.items() if value is not None)
+        raise ModelMixError(f"plan already contains {said}: give either plan or {said}.")
     loop = _Loop(
         model, optimizer, loader, criterion, plan.bound_to(n), n,
         Clip(clip).c, tau, padding, momentum, chunk, seed, ledger,

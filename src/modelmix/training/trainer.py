@@ -29,7 +29,7 @@ from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.runs import KEEPS_NOTHING, Claim, excluded_by
 from modelmix.accounting.validation import whole
-from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.format import up, up_digits
 from modelmix.training import engines
 from modelmix.training.augment import apply_augmentation
@@ -334,7 +334,11 @@ class Trainer:
             raise ModelMixError("this trainer is running in another thread: a draw makes one step, in one thread.")
         try:
             self._check_untouched()
-            self._plan.require(self.step + steps)
+            if steps > left:
+                raise BudgetExceeded(
+                    f"{steps:,} steps are asked for and {left:,} of the {self._plan.steps:,} planned are left: run "
+                    "those, or plan more with trainer.extend(steps), at a larger epsilon."
+                )
             end = self.step + steps
             if self._record is None:
                 self._loop(end, every, progress)
