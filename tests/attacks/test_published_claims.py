@@ -131,6 +131,7 @@ def test_page_certificate_and_verify_say_the_same(run, tmp_path):
     certified = json.loads((folder / "certificate.json").read_text())["guarantee"]
     assert [line for line in special if line not in certified["not_covered"] + certified["assumed"]] == []
     verified = json.loads(run("verify", folder, "--json")[1])
+    assert mm.guarantee(mm.load_claim(folder), 1e-5) == mm.load_claim(folder).guarantee(1e-5)
     texts = [run("verify", folder)[1], run("epsilon", "--ledger", folder)[1], str(told)]
     texts += [html.unescape((folder / name).read_text()) for name in PUBLISHED[1:]]
     for line in special:

@@ -27,9 +27,10 @@ from modelmix.format import up, up_digits
 
 if TYPE_CHECKING:
     from modelmix.accounting.plan import Plan
+    from modelmix.accounting.runs import Claim
 
 By = Literal["best", "renyi", "classic", "pld"]
-Source = Union[Mechanism, Ledger, "Plan"]
+Source = Union[Mechanism, Ledger, "Plan", "Claim"]
 
 _MOST_DISTRIBUTIONS = 32  # a privacy-loss distribution for every different mechanism takes its time
 _CURVE = 16
@@ -208,7 +209,7 @@ def guarantee(
     by: By = "best",
     adjacency: Adjacency | None = None,
 ) -> Guarantee:
-    """The smallest proved epsilon of a plan, a ledger, or ``steps`` steps of a mechanism.
+    """The smallest proved epsilon of a plan, a ledger, ``steps`` steps of a mechanism, or what ``load_claim`` returns.
 
     Args:
         delta: the failure probability; None takes the plan's.
@@ -233,7 +234,7 @@ def guarantee(
             f"this plan costs epsilon {up(found.epsilon, 6)} and was made for {target:g}: calibrate it for what runs."
         )
     hidden = wanted != ledger.adjacency and ledger.adjacency == ADD_OR_REMOVE  # a constant, not the number of samples
-    return replace(
+    found = replace(
         found,
         adjacency=wanted,
         unit=ledger.unit,
@@ -243,6 +244,8 @@ def guarantee(
         seeded=ledger.seeded,
         assumed=assumptions(ledger),
     )
+    qualified = getattr(source, "qualified", None)  # of a claim
+    return found if qualified is None else qualified(found)
 
 
 def _relation(source: Source, ledger: Ledger, asked: Adjacency | None) -> Adjacency:
