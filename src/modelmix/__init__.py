@@ -18,6 +18,7 @@ from modelmix.accounting.laws import Gaussian, Laplace, Law, Mixed
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
 from modelmix.accounting.plan import Plan, plan
+from modelmix.accounting.runs import load_claim
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 
 if TYPE_CHECKING:  # so that types are known where torch is not loaded before it is needed
@@ -52,6 +53,7 @@ __all__ = [
     "epsilon_curve",
     "equal_variance_gaussian",
     "guarantee",
+    "load_claim",
     "make_private",
     "max_steps",
     "mixing_width",

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -95,21 +95,24 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with _terminable():
             code = command.main(args=arguments or ["--help"], prog_name="modelmix", standalone_mode=False)
+            sys.stdout.flush()  # here, where a full disk can still be told of
     except ModelMixError as error:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         print("modelmix: interrupted.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output went away; leave quietly, and keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader went away: leave quietly
         sys.exit(1)
+    except OSError as error:
+        _drop_output()
+        what = "cannot write the output" if error.filename is None else f"cannot use {error.filename}"
+        _fail(f"{what}: {error.strerror or error}.")
     except Exception as error:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in (*_COMMANDS, *_GROUPS) else ""
-        _fail(f"{message().rstrip('.?')}. See modelmix {name} --help.")
+        _fail(f"{message().rstrip('.?')}. See modelmix {_named(command, arguments)}--help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -130,6 +133,23 @@ def _terminable() -> Iterator[None]:
 
 def _terminate(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)  # what a shell says of a process that died of this signal
+
+
+def _named(command: Any, arguments: list[str]) -> str:
+    """The commands that the arguments begin with, each with a space after it."""
+    out = ""
+    for argument in arguments:
+        command = getattr(command, "commands", {}).get(argument)
+        if command is None:
+            break
+        out += f"{argument} "
+    return out
+
+
+def _drop_output() -> None:
+    """Keep Python from complaining at exit that it cannot write what is left."""
+    with suppress(OSError, ValueError):  # io.UnsupportedOperation is both
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> NoReturn:

@@ -15,9 +15,9 @@ from rich.text import Text
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.format import up
+from modelmix.format import up, up_digits
 
-__all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up"]
+__all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up", "up_digits"]
 
 
 def rounded(value: float, direction: str, digits: int = 7) -> float:

@@ -23,6 +23,8 @@ from modelmix.accounting.runs import Claim, load_claim
 from modelmix.accounting.validation import positive, probability, rate, whole
 from modelmix.errors import ModelMixError
 from modelmix.experiments import sources
+from modelmix.format import up_digits
+from modelmix.report.words import assumed_by
 
 if TYPE_CHECKING:
     from modelmix.data import DataSet
@@ -330,8 +332,8 @@ class Recipe:
             return planned(self.noise_multiplier or 0.0)
         if self.normalise == "private" and (cost := proved_epsilon(price, self.delta)) >= self.epsilon:
             raise ModelMixError(
-                f"what comes before training costs epsilon {cost:.3g} and the target is {self.epsilon:g}: raise "
-                'normalise_noise, or use normalise = "group", which is free.'
+                f"what comes before training costs epsilon {up_digits(cost, 3)} and the target is {self.epsilon:g}: "
+                'raise normalise_noise, or use normalise = "group", which is free.'
             )
         return planned(calibrated_noise(lambda z: planned(z).ledger, self.epsilon, self.delta, price))
 
@@ -446,7 +448,7 @@ class Recipe:
             folder=folder,
             resume=resume,
             name=self.name,
-            about=about,
+            about={**about, "assumed": assumed_by(self.as_dict())},
             performance=performance,
             engine=engine,
         )

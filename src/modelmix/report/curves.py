@@ -15,6 +15,7 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.accounting.validation import positive
 from modelmix.errors import ModelMixError
+from modelmix.format import up_digits
 from modelmix.report import style
 
 _STEP_POINTS, _WIDTH_POINTS = 17, 33  # a privacy-loss distribution costs a fraction of a second
@@ -90,7 +91,7 @@ def _curve(
         lines = {"no mixing": line(lambda book: book)}
     lines["Gaussian of equal variance"] = line(equal_variance)
     seeded = ", seeded" if found.seeded else ""
-    return Curve(axis, f"{last.law}, {title}, delta = {delta:g}{seeded}", x, lines, found)
+    return Curve(axis, f"{last.law}, {title}, delta = {up_digits(delta)}{seeded}", x, lines, found)
 
 
 def _untruncated(book: Ledger) -> Ledger:

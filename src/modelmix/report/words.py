@@ -20,7 +20,6 @@ DIAGNOSTICS = (
     "`modelmix report RUN --public` writes the page without it"
 )
 
-TEST_METRICS = "metrics on the test set: they are computed from the test data without noise"
 TEST_LEFT_OUT = (
     "Test metrics are left out: the test set was not declared public (test_public), and epsilon does not cover them."
 )

@@ -14,11 +14,6 @@ from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.training.memory import SAME_SET
 
 ALONE = "a sample's gradient depends on that sample and the released state alone"
-KEEPS_NOTHING = (
-    "model, criterion and augmentation keep nothing of one sample while they run the others: what Python can reach is "
-    "compared, and a synthetic sample is run before and after"
-)
-"""The precondition of the engines that run a model's own code."""
 
 
 class PrivateForward:
