@@ -22,10 +22,10 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
     A symbolic link stays one: the file that it leads to is replaced. A ``secret`` file is readable by its owner only;
     any other gets the usual permissions.
     """
-    path = Path(os.path.realpath(path))
+    given, path = path, Path(os.path.realpath(path))  # messages name what was given
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        _require_regular(path)
+        _require_regular(given)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
@@ -42,10 +42,10 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
             raise
         sync_folder(path.parent)
     except OSError as error:
-        raise ModelMixError(f"cannot write {path}: {error.strerror or error}.") from None
+        raise ModelMixError(f"cannot write {given}: {error.strerror or error}.") from None
 
 
-def _require_regular(path: Path) -> None:
+def _require_regular(path: str | Path) -> None:
     """Refuse to put a file in the place of a folder, a pipe or a device."""
     with suppress(FileNotFoundError, NotADirectoryError):
         mode = os.stat(path).st_mode

@@ -340,6 +340,7 @@ def test_poor_sampling_costs_no_more_than_none():
 # What is printed beside a number, and at which delta.
 
 
+@pytest.mark.filterwarnings("ignore:Creating legend")  # on a machine that is busy
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_audit_prints_all_that_its_claim_says(run, tmp_path, monkeypatch, as_json):
     """A seeded ledger of persons was audited as one of samples without a seed."""
@@ -363,6 +364,7 @@ def test_an_audit_prints_all_that_its_claim_says(run, tmp_path, monkeypatch, as_
         assert "is not allowed" in err
 
 
+@pytest.mark.filterwarnings("ignore:Creating legend")  # on a machine that is busy
 def test_an_audit_of_a_stopped_run_claims_its_plan(run, tmp_path):
     mechanism = mm.Mechanism(2.0, 1.0)
     plan = mm.Plan.of(mechanism, 20, population=500)

@@ -149,10 +149,10 @@ def trainer() -> mm.Trainer:
 
 def test_a_trainer_past_its_plan_is_told_what_is_left_and_how_to_go_on():
     t = trainer()
-    with pytest.raises(mm.BudgetExceeded, match=r"20 steps are asked for and 10 of the 10 .* trainer.extend\(steps\)"):
+    with pytest.raises(mm.BudgetExceeded, match=r"20 more .* plan: 10 of its 10 are left.* trainer.extend\(steps\)"):
         t.run(20)
     t.run(4, progress=False)
-    with pytest.raises(mm.BudgetExceeded, match="7 steps are asked for and 6 of the 10 planned are left"):
+    with pytest.raises(mm.BudgetExceeded, match="7 more steps go past the end of the plan: 6 of its 10 are left"):
         t.run(7)
     assert t.extend(1).run(7, progress=False).step == 11
 

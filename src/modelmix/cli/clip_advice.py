@@ -120,7 +120,7 @@ def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[st
         "The threshold is what Theorem 3.2 needs to promise convergence; smaller clips often work, without a promise.",
     ]
     if private:
-        notes.append(f"Charged to {ledger!s}: epsilon {show.up(facts['epsilon_spent'])} for this look alone.")
+        notes.append(f"Charged to {ledger!s}: epsilon {show.up_digits(facts['epsilon_spent'])} for this look alone.")
         notes.append(facts["scope"])
         notes.append(f"Only the noisy histogram was used. modelmix train --spent {ledger!s} counts the look as well.")
     else:

@@ -351,8 +351,8 @@ class Trainer:
             self._check_untouched()
             if steps > left:
                 raise BudgetExceeded(
-                    f"{steps:,} steps are asked for and {left:,} of the {self._plan.steps:,} planned are left: run "
-                    "those, or plan more with trainer.extend(steps), at a larger epsilon."
+                    f"{steps:,} more steps go past the end of the plan: {left:,} of its {self._plan.steps:,} are left. "
+                    "Run those, or plan more with trainer.extend(steps), at a larger epsilon."
                 )
             end = self.step + steps
             if self._record is None:
