@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # so that types are known where nothing is loaded before it i
     from modelmix.accounting.ledger import Ledger
     from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
     from modelmix.accounting.plan import Plan, plan
+    from modelmix.accounting.runs import load_claim
     from modelmix.training import Clip, Embedding, Performance, Schedule, Trainer, clipped_sum, make_private
 
 # Loading numpy, scipy and torch takes longer than most programs that import this package need.
@@ -35,6 +36,7 @@ _HOMES = {
     "accounting.ledger": ("Ledger",),
     "accounting.mechanism": ("Mechanism", "equal_variance_gaussian", "mixing_width"),
     "accounting.plan": ("Plan", "plan"),
+    "accounting.runs": ("load_claim",),
     "training": ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private"),
 }
 _HOME = {name: f"modelmix.{home}" for home, names in _HOMES.items() for name in names}
@@ -67,6 +69,7 @@ __all__ = [
     "epsilon_curve",
     "equal_variance_gaussian",
     "guarantee",
+    "load_claim",
     "make_private",
     "max_steps",
     "mixing_width",

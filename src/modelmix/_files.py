@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,13 +19,13 @@ TEMPORARY = ".*.tmp"
 def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = False) -> None:
     """Replaces ``path`` by ``content`` in one step; the folder is made if need be.
 
-    A ``secret`` file is readable by its owner only; any other gets the usual permissions.
+    A symbolic link stays one: the file that it leads to is replaced. A ``secret`` file is readable by its owner only;
+    any other gets the usual permissions.
     """
-    path = Path(path)
+    given, path = path, Path(os.path.realpath(path))  # messages name what was given
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        if path.is_dir():
-            raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
+        _require_regular(given)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
@@ -38,9 +40,36 @@ def write_atomically(path: str | Path, content: str | bytes, *, secret: bool = F
             with suppress(FileNotFoundError):  # interrupted right after it got its name
                 os.unlink(temporary)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ModelMixError(f"cannot write {given}: {error.strerror or error}.") from None
+
+
+def _require_regular(path: str | Path) -> None:
+    """Refuse to put a file in the place of a folder, a pipe or a device."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise ModelMixError(f"cannot write {path}: it is a folder; give a file.")
+        if not stat.S_ISREG(mode):
+            raise ModelMixError(f"cannot write {path}: it is a pipe, a socket or a device; give an ordinary file.")
+
+
+@contextmanager
+def alone_with(path: str | Path) -> Iterator[Path]:
+    """Hold the lock beside a file, for whoever reads it and writes what follows from it; yield its real path.
+
+    The lock is a file of its own, because the file itself is replaced at every write; it stays where it is.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = open(path.with_name(f".{path.name}.lock"), "a")  # noqa: SIM115, closed below
     except OSError as error:
         raise ModelMixError(f"cannot write {path}: {error.strerror or error}.") from None
+    with beside:
+        lock(beside, wait=True)
+        yield path
 
 
 def lock(file: int | IO[Any], *, wait: bool = False) -> bool | None:
@@ -66,8 +95,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the renaming itself durable, where system and disk can do that for a folder."""
+def sync_folder(folder: Path) -> None:
+    """Makes a renaming or a removal itself durable, where system and disk can do that for a folder."""
     if hasattr(os, "O_DIRECTORY"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -29,4 +29,4 @@ class UnprovedError(ModelMixError):
 
 
 class BudgetExceeded(ModelMixError):  # noqa: N818, the field speaks of an exceeded budget
-    """A step or a release that goes past what was planned. Nothing was spent; extend the plan to go on."""
+    """A step or a release that goes past what was planned. Nothing was spent; ``extend`` the trainer or optimizer."""

@@ -193,9 +193,9 @@ def test_a_delta_near_one_over_the_largest_population_has_a_note():
     assert edge.delta * 10 * 8 == 1
     assert edge.notes == ()
     above = replace(edge, delta=0.02)
-    assert above.notes == ("delta = 0.02 is large for n = 8 samples: a delta below 1/(10 n) = 0.013 is better.",)
+    assert above.notes == ("delta = 0.02 is large for n = 8: a delta below 1/(10 n) = 0.013 is better.",)
     assert replace(above, populations=(2,)).notes == ()
-    assert "n = 1,000 samples" in replace(above, populations=(1000,)).notes[0]
+    assert "n = 1,000: a" in replace(above, populations=(1000,)).notes[0]
 
 
 def test_what_epsilon_does_not_cover():
@@ -232,7 +232,8 @@ def test_a_guarantee_as_plain_data_and_as_text():
         "covered": list(module.COVERED), "not_covered": list(found.not_covered), "assumed": ["one", "two"],
     }  # fmt: skip
     assert str(found).splitlines() == [
-        f"epsilon 1.2346 at delta 0.02 (RDP). {found.scope}", "Assumed: one.", "Assumed: two.", *found.notes,
+        f"epsilon 1.2346 at delta 0.02 (RDP). {found.scope}", "Assumed: one.", "Assumed: two.",
+        "Not covered: three.", *found.notes,
     ]  # fmt: skip
 
 
@@ -324,7 +325,7 @@ def test_which_relation_is_claimed(found):
         (zero, None, "replace-one", "replace-one", 50),
         (private, None, None, "add-or-remove", 50),
         (private, None, "add-or-remove", "add-or-remove", 50),
-        (private, None, "zero-out", "zero-out", 50),
+        (private, None, "zero-out", "zero-out", None),
         (private, None, "replace-one", "replace-one", None),
         (PLAIN, 1, None, "zero-out", None),
         (PLAIN, 1, "add-or-remove", "add-or-remove", None),
@@ -351,7 +352,9 @@ def test_what_a_guarantee_is_not_given_for(found):
         with pytest.raises(mm.ModelMixError, match=message):
             mm.guarantee(source, **given)
     assert not found
-    assert mm.guarantee(mm.Ledger().add(PLAIN), np.float32(0.25)).delta == 0.25, "no population: any probability"
+    with pytest.raises(mm.ModelMixError, match=r"above 0\.01"):
+        mm.guarantee(mm.Ledger().add(PLAIN), np.float32(0.25))
+    assert mm.guarantee(mm.Ledger().add(PLAIN), np.float32(2**-7)).delta == 2**-7
 
 
 def test_the_delta_and_the_target_of_a_plan(found):

@@ -73,7 +73,7 @@ def test_a_plan_has_numbers_of_one_type_and_phases_in_a_tuple():
         ({"delta": 1e-2, "population": 100}, "below 1/100"),
         ({"target": 0.0}, "the target epsilon must be greater than 0"),
         ({"target": True}, "target epsilon"),
-        ({"spent": "a ledger"}, "spent is the Ledger"),
+        ({"spent": "a ledger"}, "cannot read a ledger"),
         ({"spent": None}, "spent is the Ledger"),
         ({"population": 0}, "number of samples"),
         ({"adjacency": "replace-one", "population": 9}, "zero-out or add-or-remove"),
@@ -449,7 +449,7 @@ def test_calibration_asks_the_best_accountant_and_begins_with_moments(costs, mon
     assert costs[0] == (mm.Ledger().add(A, 2), 1e-5, "best")
     assert told["tolerance"] == 1e-5
     for spent in (3, 4):
-        with pytest.raises(mm.BudgetExceeded, match=f"spent epsilon {spent} and the target is 3: nothing is left"):
+        with pytest.raises(mm.BudgetExceeded, match=rf"epsilon {spent}.0000 at delta 1e-05 and the target is 3: no"):
             calibrated_noise(ledger_of, 3, 1e-5, mm.Ledger().add(A, spent))
 
 

@@ -335,3 +335,86 @@ def test_poor_sampling_costs_no_more_than_none():
         found = mm.guarantee(mm.Mechanism(0.4, q), DELTA, steps=3, adjacency="replace-one")
         assert found.epsilon <= exact * (1 + 1e-9)
     assert found.epsilon >= mm.epsilon(mm.Mechanism(0.4, 0.9), DELTA, steps=3)
+
+
+# What is printed beside a number, and at which delta.
+
+
+@pytest.mark.filterwarnings("ignore:Creating legend")  # on a machine that is busy
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_audit_prints_all_that_its_claim_says(run, tmp_path, monkeypatch, as_json):
+    """A seeded ledger of persons was audited as one of samples without a seed."""
+    monkeypatch.chdir(tmp_path)
+    book(20, mm.Mechanism(2.0, 1.0), unit="person", population=1237, seeded=True).save("seeded.json")
+    given = ["--quick", "--trials", 50, "--out", "a.png", *(["--json"] if as_json else [])]
+    code, out, _ = run("audit", "seeded.json", *given)
+    assert code == 0
+    said = " ".join(out.split())
+    for line in (
+        "the contribution of one person is removed (zero-out; the number of samples, 1,237",
+        "eeded: for tests",
+    ):
+        assert line in said
+    if as_json:
+        found = json.loads(out)
+        assert found["claim"]["epsilon"] == found["audits"][0]["claimed"]
+    for delta in (0.9, 0.005):
+        code, _, err = run("audit", "seeded.json", "--delta", delta, *given)
+        assert code == 2
+        assert "is not allowed" in err
+
+
+@pytest.mark.filterwarnings("ignore:Creating legend")  # on a machine that is busy
+def test_an_audit_of_a_stopped_run_claims_its_plan(run, tmp_path):
+    mechanism = mm.Mechanism(2.0, 1.0)
+    plan = mm.Plan.of(mechanism, 20, population=500)
+    folder = a_run(tmp_path / "run", plan, book(2, mechanism, population=500), test_public=False, seed=3)
+    out = run("audit", folder, "--trials", 50, "--quick", "--out", tmp_path / "a.png")[1]
+    for line in ("metrics on the test set", "eeded: for tests", "counted as its plan of 20 steps"):
+        assert line in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convex", "--distance", 5, "--n", 1000],
+        ["clipped", "--kappa", 0.5, "--n", 1000],
+        ["randomness", "uniform"],
+        ["randomness", "dropout"],
+        ["amplification", "--out", "amp.png"],
+    ],
+)
+def test_no_theorem_is_asked_at_a_delta_that_says_nothing(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("theory", *command, "--delta", 0.5)
+    assert (code, out) == (2, "")
+    assert "delta = 0.5 is not allowed" in err
+    if "--n" in command:
+        code, _, err = run("theory", *command, "--delta", 0.009)
+        assert code == 2
+        assert "below 1/1000" in err
+
+
+def test_theorems_say_for_whom_they_hold(run):
+    for command in (["convex", "--distance", 5], ["clipped", "--kappa", 0.5], ["randomness", "uniform"]):
+        assert "the contribution of one sample is removed (zero-out" in " ".join(run("theory", *command)[1].split())
+        assert "zero-out" in json.loads(run("theory", *command, "--json")[1])["scope"]
+    assert "50,000, is public" in run("theory", "convex", "--distance", 5)[1]
+
+
+def test_delta_is_limited_where_no_population_is_known():
+    with pytest.raises(mm.ModelMixError, match=r"above 0\.01"):
+        mm.epsilon(QUIET, 0.02, steps=10)
+
+
+def test_a_constant_is_not_printed_as_the_number_of_samples(run):
+    """--population 5000 --adjacency zero-out: "the number of samples, 5,000, is public"."""
+    asked = ["--z", 1, "--q", 0.01, "--steps", 100, "--population", 5000, "--adjacency"]
+    for adjacency in ("zero-out", "replace-one"):
+        out = " ".join(run("epsilon", *asked, adjacency)[1].split())
+        assert "the number of samples is public" in out
+        assert "5,000" not in out
+        assert json.loads(run("epsilon", *asked, adjacency, "--json")[1])["population"] is None
+    constant = book(adjacency="add-or-remove")
+    for joined in (constant.then(book()), book().then(constant)):
+        assert (joined.adjacency, joined.population, joined.populations) == ("zero-out", None, (5000,))

@@ -92,7 +92,7 @@ def test_two_loops_do_not_write_one_ledger_file(tmp_path):
     go(*one, 2)
     with pytest.raises(mm.UnprovedError, match="written to by another loop"):
         go(*two)
-    assert mm.Ledger.load(tmp_path / "l.json").steps == 2
+    assert mm.load_claim(tmp_path / "l.json").taken.steps == 2
 
 
 def test_a_model_is_made_private_once():

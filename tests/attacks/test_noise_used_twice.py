@@ -127,7 +127,7 @@ def test_a_loop_that_dies_loses_no_line_with_a_ledger_file(tmp_path):
     again[1].load_state_dict(state)
     assert again[1].ledger.steps == 5
     steps(*again)
-    assert again[1].ledger.steps == mm.Ledger.load(tmp_path / "ledger.json").steps == 6
+    assert again[1].ledger.steps == mm.load_claim(tmp_path / "ledger.json").taken.steps == 6
 
 
 def test_what_was_rolled_back_counts_towards_the_plan():

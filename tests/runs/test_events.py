@@ -193,6 +193,11 @@ def test_the_events_of_a_run_are_its_metrics(tmp_path):
     make(resume=True).run(2, evaluate_every=1)
     agree()
     assert [r["step"] for r in json.loads((tmp_path / "metrics.json").read_text())["rows"]] == [2, 4, 5, 6, 7, 8]
-    assert {"lr", "epsilon", "test_accuracy", "test_loss", "ema_accuracy", "seconds"} <= set(
-        scalars(next((tmp_path / "events").iterdir()))[0][1]
-    )
+    assert {
+        "lr",
+        "epsilon_if_stopping_was_fixed_beforehand",
+        "test_accuracy",
+        "test_loss",
+        "ema_accuracy",
+        "seconds",
+    } <= set(scalars(next((tmp_path / "events").iterdir()))[0][1])

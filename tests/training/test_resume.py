@@ -189,7 +189,7 @@ def test_a_kill_at_every_moment_the_disk_can_show(tmp_path, monkeypatch, seed):
     assert watched.count == 1 + 2 + 4 * 3 + 1 + 3 + (seed is None)  # and the certificate
     ledgers = []
     for copy in sorted(copies.iterdir()):
-        steps = mm.Ledger.load(copy / "ledger.json").steps if (copy / "ledger.json").exists() else 0
+        steps = mm.load_claim(copy).taken.steps if (copy / "ledger.json").exists() else 0
         ledgers.append(steps)
         resumed = make(copy, seed=seed, resume=True)
         assert steps >= resumed.step
@@ -384,7 +384,7 @@ def test_two_trainers_of_one_run_do_not_overwrite_each_other(tmp_path):
     third.run(1)
     with pytest.raises(mm.ModelMixError, match="resume=True"):
         first.run(1)
-    assert mm.Ledger.load(tmp_path / "ledger.json").steps == 3
+    assert mm.load_claim(tmp_path).taken.steps == 3
 
 
 KILLS = 30

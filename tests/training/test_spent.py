@@ -54,7 +54,7 @@ def test_a_run_is_resumed_with_what_was_spent_and_not_without(tmp_path):
     again = make(tmp_path / "cut", spent, resume=True)
     assert again.step == 2
     again.run(2, progress=False)
-    assert again.ledger == whole.ledger == Ledger.load(tmp_path / "cut" / "ledger.json")
+    assert again.ledger == whole.ledger == mm.load_claim(tmp_path / "cut").taken
     assert torch.equal(again.state.last, whole.state.last)
 
 

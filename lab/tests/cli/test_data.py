@@ -91,7 +91,7 @@ def test_list(run, site, tmp_path):
     ("arguments", "reason"),
     [
         (["fetch", "imagenet"], "there is no public data set 'imagenet': allowed are cifar10, svhn, fashion-mnist"),
-        (["fetch"], "Missing argument 'NAME'. See modelmix-lab data --help"),
+        (["fetch"], "Missing argument 'NAME'. See modelmix-lab data fetch --help"),
         ([], "Missing command. See modelmix-lab data --help"),
         (["fetch", "svhn", "--url-base", "file:///"], "cannot be fetched: allowed are plain addresses"),
         (["fetch", "svhn", "--fast"], "No such option: --fast"),

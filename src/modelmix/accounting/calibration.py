@@ -23,6 +23,10 @@ _CLOSE = 3e-5  # as a fraction of epsilon; the rounding of privacy-loss distribu
 _LOOKS = 8
 
 
+class OutOfReach(ModelMixError):  # noqa: N818, as ``BudgetExceeded``
+    """A target epsilon that no value of the unknown reaches."""
+
+
 def smallest_safe(
     value: Callable[[float], float], target: float, *, start: float, tolerance: float, name: str
 ) -> float:
@@ -38,7 +42,7 @@ def smallest_safe(
         low, over = high, above
         high *= 2
         if high > _MOST:
-            raise ModelMixError(f"epsilon = {target:g} cannot be reached with any {name} up to {_MOST:g}.")
+            raise OutOfReach(f"epsilon = {target:g} cannot be reached with any {name} up to {_MOST:g}.")
         above = value(high)
     while low == high or over <= target:
         if low < _LEAST:

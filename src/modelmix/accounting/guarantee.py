@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from modelmix._checks import at_least_zero, check_delta, probability
-from modelmix._format import up
+from modelmix._format import up, up_digits
 from modelmix.accounting import accountant, pld
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, Adjacency, check_adjacency, relation
 from modelmix.accounting.embedding import EmbeddingMechanism
@@ -27,9 +27,10 @@ from modelmix.errors import BudgetExceeded, ModelMixError
 
 if TYPE_CHECKING:
     from modelmix.accounting.plan import Plan
+    from modelmix.accounting.runs import Claim
 
 By = Literal["best", "renyi", "classic", "pld"]
-Source = Union[Mechanism, Ledger, "Plan"]
+Source = Union[Mechanism, Ledger, "Plan", "Claim"]
 
 _MOST_DISTRIBUTIONS = 32  # a privacy-loss distribution for every different mechanism takes its time
 _CURVE = 16
@@ -122,8 +123,8 @@ class Guarantee:
         if self.delta * 10 * most <= 1:
             return ()
         return (
-            f"delta = {self.delta:g} is large for n = {most:,} samples: a delta below 1/(10 n) = {1 / (10 * most):.2g} "
-            "is better.",
+            f"delta = {up_digits(self.delta)} is large for n = {most:,}: a delta below 1/(10 n) = "
+            f"{1 / (10 * most):.2g} is better.",
         )
 
     @property
@@ -158,12 +159,14 @@ class Guarantee:
     @property
     def statement(self) -> str:
         """The number and for whom it holds, in one line."""
-        return f"epsilon {up(self.epsilon)} at delta {self.delta:g} ({self.accountant}). {self.scope}"
+        return f"epsilon {up(self.epsilon)} at delta {up_digits(self.delta)} ({self.accountant}). {self.scope}"
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Everything that goes with the number wherever it is printed: for whom it holds, and what is assumed."""
-        return (self.scope, *(f"Assumed: {line}." for line in self.assumed), *self.notes)
+        """Everything that goes with the number wherever it is printed: for whom it holds, what is assumed, what is not
+        covered in this run in particular."""
+        assumed = (f"Assumed: {line}." for line in self.assumed)
+        return (self.scope, *assumed, *(f"Not covered: {line}." for line in self.excluded), *self.notes)
 
     def __str__(self) -> str:
         return "\n".join([self.statement, *self.lines[1:]])
@@ -206,7 +209,7 @@ def guarantee(
     by: By = "best",
     adjacency: Adjacency | None = None,
 ) -> Guarantee:
-    """The smallest proved epsilon of a plan, a ledger, or ``steps`` steps of a mechanism.
+    """The smallest proved epsilon of a plan, a ledger, ``steps`` steps of a mechanism, or what ``load_claim`` returns.
 
     Args:
         delta: the failure probability; None takes the plan's.
@@ -222,17 +225,16 @@ def guarantee(
     _check_by(by)
     ledger.require_proof()
     wanted = _relation(source, ledger, adjacency)
-    if ledger.populations:
-        check_delta(delta, ledger.populations)
+    check_delta(delta, ledger.populations)
     found = _replace_one(ledger, delta, by) if wanted == REPLACE_ONE else _best(ledger, delta, by)
     target = getattr(source, "target", None)
     as_planned = by == "best" and wanted == ledger.adjacency and delta == getattr(source, "delta", None)
     if target is not None and as_planned and found.epsilon > target * _ENOUGH:
         raise BudgetExceeded(
-            f"this plan costs epsilon {found.epsilon:.6g} and was made for {target:g}: calibrate it for what runs."
+            f"this plan costs epsilon {up(found.epsilon, 6)} and was made for {target:g}: calibrate it for what runs."
         )
-    hidden = wanted == REPLACE_ONE and ledger.adjacency == ADD_OR_REMOVE
-    return replace(
+    hidden = wanted != ledger.adjacency and ledger.adjacency == ADD_OR_REMOVE  # a constant, not the number of samples
+    found = replace(
         found,
         adjacency=wanted,
         unit=ledger.unit,
@@ -242,6 +244,8 @@ def guarantee(
         seeded=ledger.seeded,
         assumed=assumptions(ledger),
     )
+    qualified = getattr(source, "qualified", None)  # of a claim
+    return found if qualified is None else qualified(found)
 
 
 def _relation(source: Source, ledger: Ledger, asked: Adjacency | None) -> Adjacency:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
 from modelmix._checks import whole
-from modelmix._files import write_atomically
+from modelmix._files import alone_with, write_atomically
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
 from modelmix.accounting.embedding import mechanism_from_dict
 from modelmix.accounting.mechanism import Mechanism
@@ -130,7 +130,8 @@ class Ledger:
         """A ledger with all of another one after this one; what either breaks, both break.
 
         The claim is the weaker of the two, whichever comes first: zero-out if either is, because add-or-remove implies
-        it, and no single population where they differ or one is not known. An empty ledger claims nothing and takes on
+        it, and no single population where they differ, where one is not known, or where one is a number of samples and
+        the other a constant. An empty ledger claims nothing and takes on
         the other's claim.
         """
         said = [ledger for ledger in (self, other) if ledger.phases] or [other]
@@ -143,7 +144,7 @@ class Ledger:
             (*self.unproved, *(rule for rule in other.unproved if rule not in self.unproved)),
             ZERO_OUT if any(ledger.adjacency == ZERO_OUT for ledger in said) else ADD_OR_REMOVE,
             said[0].unit,
-            said[0].population if len({ledger.population for ledger in said}) == 1 else None,
+            said[0].population if len({(ledger.adjacency, ledger.population) for ledger in said}) == 1 else None,
             self.seeded or other.seeded,
             tuple({n for ledger in said for n in ledger.populations}),
         )
@@ -240,17 +241,56 @@ class Ledger:
 
     @classmethod
     def load(cls, path: str | Path) -> Ledger:
-        """Reads a ledger file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ModelMixError(f"cannot read {path}: {error.strerror}.") from None
-        except UnicodeDecodeError:
-            raise ModelMixError(f"{path} is not a text file: give the JSON file of a ledger.") from None
-        try:
-            return cls.from_json(text)
-        except ModelMixError as error:
-            raise ModelMixError(f"{path}: {error}") from None
+        """Reads a ledger file.
+
+        Raises:
+            ModelMixError: also for the ledger of a run or a loop that planned more than it took: what counts is the
+                plan, which ``mm.load_claim`` reads.
+        """
+        from modelmix.accounting.runs import load_claim
+
+        if Path(path).is_dir():
+            raise ModelMixError(
+                f"{path} is a folder: use mm.load_claim({str(path)!r}), which reads the folder of a run."
+            )
+        claim = load_claim(path)
+        if claim.ledger.steps != claim.taken.steps:
+            raise ModelMixError(
+                f"{path} has {claim.taken.steps:,} of {claim.ledger.steps:,} planned steps, and stopping early does "
+                f"not lower epsilon: use mm.load_claim({str(path)!r}), which counts the plan."
+            )
+        return claim.ledger
+
+
+def read_ledger(path: str | Path) -> Ledger:
+    """Read a ledger file as it is, for those who know what else has to be counted; others ask ``load_claim``."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelMixError(f"cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ModelMixError(f"{path} is not a text file: give the JSON file of a ledger.") from None
+    try:
+        return Ledger.from_json(text)
+    except ModelMixError as error:
+        raise ModelMixError(f"{path}: {error}") from None
+
+
+def append_to_ledger(path: str | Path, extend: Callable[[Ledger | None], Ledger]) -> Ledger:
+    """Put a longer ledger in the place of a ledger file; no other writer comes between reading it and writing it.
+
+    Args:
+        path: the file; it is made if there is none.
+        extend: is given what the file holds, None if there is no file, and returns what it shall hold. Whatever it
+            raises leaves the file as it is.
+
+    Returns:
+        What the file holds now.
+    """
+    with alone_with(path) as file:
+        longer = extend(read_ledger(file) if file.exists() else None)
+        longer.save(file)
+    return longer
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -148,7 +148,9 @@ def equal_variance_gaussian(mechanism: Mechanism) -> Mechanism:
     z_eq = (standard deviation of the mixed law) / (largest l2 norm of a clipped gradient). The honest yardstick of
     mixing: in the small-shift limit no law of this variance beats it (Cramer-Rao).
     """
-    return Mechanism(mechanism.equal_variance_multiplier, mechanism.sample_rate)
+    # The square of a tiny standard deviation is 0 in floating point; that deviation is not.
+    multiplier = mechanism.equal_variance_multiplier or mechanism.noise_multiplier / mechanism.l2_sensitivity
+    return Mechanism(multiplier, mechanism.sample_rate)
 
 
 def mixing_width(clip: float, tau: float, eta: float, expected_batch: float) -> float:

@@ -11,20 +11,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, Union
 
 from modelmix._checks import check_delta, positive, probability, rate, whole
+from modelmix._format import up, up_digits
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT, Adjacency
-from modelmix.accounting.calibration import smallest_by_best
+from modelmix.accounting.calibration import OutOfReach, smallest_by_best
 from modelmix.accounting.guarantee import Guarantee, epsilon, guarantee
 from modelmix.accounting.ledger import Ledger, Phase, merge_phases, phase_from_dict
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import BudgetExceeded, ModelMixError
 
+if TYPE_CHECKING:
+    from modelmix.accounting.runs import Claim
+
+Released = Union[Ledger, "Claim", str, PathLike[str]]
+"""What names earlier releases: a ledger, what ``load_claim`` returns, or the path that it reads."""
+
+_WAY_OUT = "Raise the target epsilon, or train on samples about which less has been released."
 _DROWNED = 1.0  # times the largest possible sum of all clipped gradients, in a single direction
+
+
+def all_released(spent: Released | Sequence[Released]) -> Ledger:
+    """Return everything that counts as released before, as one ledger."""
+    from modelmix.accounting.runs import Claim, load_claim
+
+    if isinstance(spent, Ledger):
+        return spent
+    if isinstance(spent, Claim):
+        return spent.ledger
+    if isinstance(spent, (str, PathLike)):
+        return load_claim(fspath(spent)).ledger
+    if not isinstance(spent, (list, tuple)):
+        raise ModelMixError(
+            "spent is the Ledger of earlier releases about the same samples, a run folder, a ledger file, or a list of "
+            f"these: {spent!r} is none."
+        )
+    out = Ledger()
+    for each in spent:
+        out = out.then(all_released(each))
+    return out
 
 
 @dataclass(frozen=True)
@@ -43,7 +73,8 @@ class Plan:
         adjacency: what can be claimed, see ``adjacency``.
         unit: what one neighbour differs in.
         target: the epsilon it was calibrated for, if it was: a plan that costs more is refused.
-        spent: what was released about the same samples before; included in epsilon.
+        spent: what was released about the same samples before; included in epsilon. A run folder or a ledger file, read
+            by ``mm.load_claim`` so that runs and loops count as their plans, a ``Ledger``, or a list of these.
     """
 
     phases: tuple[Phase, ...]
@@ -59,8 +90,7 @@ class Plan:
         if not self.phases or not all(isinstance(phase, Phase) for phase in self.phases):
             raise ModelMixError("a plan has at least one phase: use Plan.of(mechanism, steps), or mm.plan(...).")
         object.__setattr__(self, "delta", probability("delta", self.delta, "the failure probability"))
-        if not isinstance(self.spent, Ledger):
-            raise ModelMixError("spent is the Ledger of earlier releases about the same samples.")
+        object.__setattr__(self, "spent", all_released(self.spent))
         self.spent.require_proof()
         if self.target is not None:
             object.__setattr__(self, "target", positive("epsilon", self.target, "the target epsilon"))
@@ -114,8 +144,9 @@ class Plan:
         """Refuse a step past the end of the plan."""
         if step > self.steps:
             raise BudgetExceeded(
-                f"step {step} is past the end of a plan of {self.steps} steps: its epsilon would no longer be the "
-                f"planned one. Extend the plan (plan.extended(steps)) to go on at a larger epsilon."
+                f"step {step:,} is past the end of a plan of {self.steps:,} steps: its epsilon would no longer be the "
+                "planned one. To go on at a larger epsilon, plan more steps: trainer.extend(steps), or "
+                "optimizer.extend(steps) in a loop of your own."
             )
 
     def guarantee(self) -> Guarantee:
@@ -221,7 +252,8 @@ class Plan:
         raise ModelMixError(
             f"epsilon {self.target:g} leaves only noise (z = {z:.4g}): over all {self.steps:,} steps it is "
             f"{times:.3g} times the largest possible sum of all gradients. With this batch and these steps epsilon "
-            f"{possible:.2g} is the least that leaves something to learn from; or use a larger batch or more samples."
+            f"{up_digits(possible, 2)} is the least that leaves something to learn from; or use a larger batch or more "
+            "samples."
         )
 
 
@@ -260,7 +292,7 @@ def plan(
     mixing_width: float = 0.0,
     p: int = 1,
     law: str = "gaussian",
-    spent: Ledger | None = None,
+    spent: Released | Sequence[Released] | None = None,
 ) -> Plan:
     """Plan private training: the least noise for a target epsilon, or a given noise.
 
@@ -272,7 +304,8 @@ def plan(
         batch: the expected batch, q * samples or q * population. Or give ``sample_rate`` (q).
         steps: how many at most. Or give ``epochs`` (steps times q).
         mixing_width, p, law: see ``Mechanism``.
-        spent: what was released about the same samples before; epsilon includes it.
+        spent: what was released about the same samples before, a run folder, a ledger file or a list of them, see
+            ``Plan``; epsilon includes it.
 
     Returns:
         A plan whose epsilon is at most the target. ``Trainer`` and ``make_private`` take it and refuse to go past it.
@@ -298,7 +331,7 @@ def plan(
     if steps is None:
         steps = math.ceil(positive("epochs", epochs, "the number of epochs") / q)
     check_delta(probability("delta", delta, "the failure probability"), [] if many is None else [many])
-    before = Ledger() if spent is None else spent
+    before = Ledger() if spent is None else all_released(spent)
 
     def planned(z: float) -> Plan:
         return Plan(
@@ -324,17 +357,25 @@ def calibrated_noise(
     target = positive("epsilon", target, "the target epsilon")
     if spent.phases and (cost := epsilon(spent, delta)) >= target:
         raise BudgetExceeded(
-            f"earlier releases about these samples have spent epsilon {cost:.4g} and the target is {target:g}: nothing "
-            "is left for training."
+            f"earlier releases about these samples have spent epsilon {up(cost)} at delta {up_digits(delta)} and the "
+            f"target is {target:g}: nothing is left for training. {_WAY_OUT}"
         )
-    return smallest_by_best(
-        lambda z: epsilon(ledger_of(z), delta),
-        lambda z: epsilon(ledger_of(z), delta, by="renyi"),
-        target,
-        start=1.0,
-        tolerance=tolerance,
-        name="noise multiplier",
-    )
+    try:
+        return smallest_by_best(
+            lambda z: epsilon(ledger_of(z), delta),
+            lambda z: epsilon(ledger_of(z), delta, by="renyi"),
+            target,
+            start=1.0,
+            tolerance=tolerance,
+            name="noise multiplier",
+        )
+    except OutOfReach as error:
+        if not spent.phases:
+            raise
+        raise BudgetExceeded(
+            f"{error} Earlier releases about these samples have spent epsilon {up(epsilon(spent, delta))} of it at "
+            f"delta {up_digits(delta)}. {_WAY_OUT}"
+        ) from None
 
 
 def _one(first: str, a: object, second: str, b: object) -> None:

@@ -21,7 +21,7 @@ from modelmix._checks import at_least_zero, probability
 from modelmix.accounting.accountant import epsilon as renyi_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian
-from modelmix.errors import UnprovedError
+from modelmix.errors import ModelMixError, UnprovedError
 
 ROUGH = 2e3  # buckets per epsilon where many numbers are wanted at once: about 4 parts in 10^4 above the finer value
 _RESOLUTION = 2e4  # buckets per epsilon; the pessimistic rounding costs a few parts in this many
@@ -172,7 +172,9 @@ def _asked(
             if not 1 - _LOST_MASS * delta <= mass <= _MOST_MASS:
                 return math.inf
             return question(total)
-    except (ArithmeticError, IndexError):  # the library broke down; the Renyi value stands
+    except ModelMixError:  # a ValueError as well, and none of the library's
+        raise
+    except (ArithmeticError, IndexError, ValueError):  # the library broke down; the Renyi value stands
         return math.inf
 
 

@@ -14,13 +14,20 @@ from typing import Any
 
 from modelmix._checks import probability
 from modelmix.accounting.guarantee import Guarantee, guarantee
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.plan import Plan
 from modelmix.errors import ModelMixError
 
 SCHEMA = "modelmix-run"
 VERSION = 2  # of config.json; version 1 could do without a plan
 _WITHOUT_PLAN = 1
+_ROUNDING = 1 + 1e-6  # epsilon on another machine
+TEST_METRICS = "metrics on the test set: they are computed from the test data without noise"
+STOPS = "whether and when the run stopped: a sample whose gradient is not finite stops it"
+KEEPS_NOTHING = (
+    "model, criterion and augmentation keep nothing of one sample while they run the others: what Python can reach is "
+    "compared, and a synthetic sample is run before and after"
+)
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,15 @@ class Claim:
         ledger: everything that counts: the whole plan of a run, or a ledger file as it is.
         taken: the steps that were taken.
         name: what was read, for messages.
+        assumed: what the guarantee of this run rests on, besides what that of any ledger does.
+        excluded: what it leaves uncovered.
     """
 
     ledger: Ledger
     taken: Ledger
     name: str = "this run"
+    assumed: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -47,21 +58,39 @@ class Claim:
             "(stopping early does not lower epsilon).",
         )
 
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Say what is assumed and left uncovered in this run in particular, where its ledger is one of several."""
+        return (*(f"Assumed: {line}." for line in self.assumed), *(f"Not covered: {line}." for line in self.excluded))
+
     def guarantee(self, delta: float) -> Guarantee:
         """Return the guarantee of everything that counts, never below that of the steps taken."""
         found = guarantee(self.ledger, delta)
-        return replace(found, epsilon=max(found.epsilon, guarantee(self.taken, delta).epsilon))
+        return self.qualified(replace(found, epsilon=max(found.epsilon, guarantee(self.taken, delta).epsilon)))
+
+    def qualified(self, found: Guarantee) -> Guarantee:
+        """Return the guarantee of the ledger with everything that is said of this run in particular.
+
+        Trainers, pages, certificates and ``verify`` all come here, so that they say the same.
+        """
+        return replace(
+            found,
+            seeded=found.seeded or self.ledger.seeded,
+            assumed=(*found.assumed, *(line for line in self.assumed if line not in found.assumed)),
+            excluded=(*found.excluded, *(line for line in self.excluded if line not in found.excluded)),
+        )
 
 
 def load_claim(path: str | Path) -> Claim:
     """Read a run folder or a ledger file; a ledger.json in the folder of a run counts as that run."""
     path = Path(path)
     file = path / "ledger.json" if path.is_dir() else path
-    ledger = Ledger.load(file)
+    ledger = read_ledger(file)
     for place in (file, file.resolve()):  # a link to the ledger of a run is one as well
         config, plan = place.with_name("config.json"), plan_beside(place)
         if plan.exists():
-            return claim_of({"plan": read_object(plan), "seed": None}, ledger, str(path))
+            said = read_object(plan)
+            return claim_of({**said, "plan": said, "seed": None}, ledger, str(path))
         # Other programs have a config.json, too.
         if path.is_dir() or (place.name == "ledger.json" and config.exists() and _is_run(config)):
             return claim_of(read_config(config), ledger, str(path))
@@ -94,7 +123,53 @@ def claim_of(config: Mapping[str, Any], ledger: Ledger, name: str = "this run") 
                 "epsilon: restore both."
             )
     seeded = planned.seeded or ledger.seeded or config.get("seed", "unknown") is not None
-    return Claim(replace(planned, unproved=ledger.unproved, seeded=seeded), ledger, name)
+    return Claim(replace(planned, unproved=ledger.unproved, seeded=seeded), ledger, name, *restrictions(config))
+
+
+def restrictions(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what a run of this configuration assumes and what it excludes; older ones did not write it down."""
+    settings, engine = config.get("settings"), config.get("engine")
+    out = []
+    for name, known in (
+        ("assumed", () if engine in (None, "hooks") else (KEEPS_NOTHING,)),
+        ("excluded", excluded_by(config.get("test_public", True), (settings or {}).get("nonfinite"))),
+    ):
+        lines = config.get(name, known)
+        if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
+            raise ModelMixError(f'"{name}" in config.json must be a list of sentences: restore it.')
+        out.append(tuple(lines))
+    return out[0], out[1]
+
+
+def excluded_by(test_public: object, nonfinite: object) -> tuple[str, ...]:
+    """Return what settings of a trainer leave uncovered."""
+    return (*(() if test_public is True else (TEST_METRICS,)), *((STOPS,) if nonfinite == "stop" else ()))
+
+
+def require_own_certificate(path: str | Path, claim: Claim, best: Guarantee) -> None:
+    """Refuse a run folder whose certificate is not of its ledger and plan.
+
+    Args:
+        best: the guarantee of the claim, at any delta.
+    """
+    path = Path(path)
+    file = (path if path.is_dir() else path.parent) / "certificate.json"
+    if not (path.is_dir() or path.name == "ledger.json") or not file.exists():
+        return
+    said = read_object(file)
+    shown = said.get("guarantee")
+    fits = isinstance(shown, dict) and said.get("ledger_digest") == claim.taken.digest
+    if fits and isinstance(shown, dict):
+        fits = shown.get("steps") == claim.ledger.steps and shown.get("adjacency") == claim.ledger.adjacency
+        delta, least = shown.get("delta"), shown.get("epsilon")
+        if fits and isinstance(delta, float) and isinstance(least, (int, float)):
+            found = best if best.delta == delta else claim.guarantee(delta)
+            fits = found.epsilon <= least * _ROUNDING
+    if not fits:
+        raise ModelMixError(
+            f"{file} is not of this run as it stands (another ledger, plan or epsilon): do not use it. Remove it, or "
+            "complete the run (modelmix train --out RUN --resume), which writes it anew."
+        )
 
 
 def _neighbours(ledger: Ledger) -> tuple[object, ...]:

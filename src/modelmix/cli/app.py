@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -94,21 +94,24 @@ def run_program(app: typer.Typer, program: str, arguments: list[str] | None = No
     try:
         with _terminable():
             code = command.main(args=arguments or ["--help"], prog_name=program, standalone_mode=False)
+            sys.stdout.flush()  # here, where a full disk can still be told of
     except ModelMixError as error:
         _fail(program, str(error))
     except (KeyboardInterrupt, typer.Abort):
         print(f"{program}: interrupted.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output went away; leave quietly, and keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader went away: leave quietly
         sys.exit(1)
+    except OSError as error:
+        _drop_output()
+        what = "cannot write the output" if error.filename is None else f"cannot use {error.filename}"
+        _fail(program, f"{what}: {error.strerror or error}.")
     except Exception as error:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        name = arguments[0] if arguments[0] in getattr(command, "commands", ()) else ""
-        _fail(program, f"{message().rstrip('.?')}. See {program} {name} --help.")
+        _fail(program, f"{message().rstrip('.?')}. See {program} {_named(command, arguments)}--help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -129,6 +132,23 @@ def _terminable() -> Iterator[None]:
 
 def _terminate(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)  # what a shell says of a process that died of this signal
+
+
+def _named(command: Any, arguments: list[str]) -> str:
+    """The commands that the arguments begin with, each with a space after it."""
+    out = ""
+    for argument in arguments:
+        command = getattr(command, "commands", {}).get(argument)
+        if command is None:
+            break
+        out += f"{argument} "
+    return out
+
+
+def _drop_output() -> None:
+    """Keep Python from complaining at exit that it cannot write what is left."""
+    with suppress(OSError, ValueError):  # io.UnsupportedOperation is both
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(program: str, message: str) -> NoReturn:

@@ -12,9 +12,9 @@ import typer
 from modelmix import kinds
 from modelmix._checks import probability, whole
 from modelmix.accounting.embedding import EmbeddingMechanism
-from modelmix.accounting.guarantee import guarantee
+from modelmix.accounting.guarantee import Guarantee, guarantee
 from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.runs import load_claim
+from modelmix.accounting.runs import Claim, load_claim
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
@@ -41,7 +41,8 @@ def audit(
     \b
     modelmix audit runs/mine --quick
     """
-    ledger, claimed, proved, counted = _claim(run, delta)
+    ledger, found_claim, proved, counted = _claim(run, delta)
+    claimed = found_claim.epsilon
     probability("confidence", confidence, "the confidence")
     from modelmix.auditing.mechanism import audit_ledger, canaries
 
@@ -64,7 +65,8 @@ def audit(
         rows += [{"claimed": claimed, **row} for attack in kinds.ATTACKS for row in attack(ledger, delta, seed, quick)]
     broken = [row for row in rows if row["epsilon"] > row["claimed"]]
     if json:
-        print(show.as_json({"delta": delta, "proved": proved, "audits": rows, "plots": [str(p) for p in plots]}))
+        said = {"delta": delta, "proved": proved, "claim": found_claim.as_dict(), "counted": counted}
+        print(show.as_json({**said, "audits": rows, "plots": [str(p) for p in plots]}))
     else:
         table = [[row["what"], show.up(row["claimed"]), f"{row['epsilon']:.4f}", f"{row['trials']:,}"] for row in rows]
         notes = [
@@ -76,30 +78,34 @@ def audit(
                 if proved or kinds.ATTACKS
                 else ["modelmix-lab audit attacks the authors' released configuration, too."]
             ),
+            *found_claim.lines,
             *counted,
             *(f"Plot: {path}" for path in plots),
         ]
         verdict = " THE CLAIM IS REFUTED." if broken else ""
-        show.table(f"audit at delta = {delta:g}.{verdict}", ["", "claimed", "at least", "trials"], table, notes)
+        show.table(
+            f"audit at delta = {show.up_digits(delta)}.{verdict}", ["", "claimed", "at least", "trials"], table, notes
+        )
     if broken:
         raise typer.Exit(1)
 
 
-def _claim(run: Path, delta: float) -> tuple[Ledger, float, bool, tuple[str, ...]]:
-    """The phases a run took, the epsilon of its plan, whether that is proved, and what to say of it."""
-    notes: tuple[str, ...] = ()
+def _claim(run: Path, delta: float) -> tuple[Ledger, Guarantee, bool, tuple[str, ...]]:
+    """The phases a run took, what its plan claims, whether that is proved, and what to say of it."""
     if run.suffix in (".toml", ".yaml", ".yml"):
         from modelmix.config.recipe import MECHANISMS, Recipe
 
         recipe = Recipe.load(run)
-        ledger = counted = recipe.whole(len(recipe.load_data().train))
-        proved = MECHANISMS[recipe.mechanism][1] != "released"
+        whole = replace(recipe.whole(len(recipe.load_data().train)), seeded=recipe.seed is not None)
+        found, proved = Claim(whole, whole), MECHANISMS[recipe.mechanism][1] != "released"
     else:
         found = load_claim(run)
-        ledger, counted, proved, notes = found.taken, found.ledger, not found.ledger.unproved, found.notes
-    if not ledger.phases:
+        proved = not found.ledger.unproved
+    if not found.taken.phases:
         raise ModelMixError(f"{run} has no step yet: there is nothing to attack.")
-    return ledger, guarantee(Ledger(counted.phases), delta).epsilon, proved, notes
+    # What a run that broke rules would claim is what is attacked.
+    as_if = replace(found, ledger=replace(found.ledger, unproved=()), taken=replace(found.taken, unproved=()))
+    return found.taken, as_if.guarantee(delta), proved, found.notes
 
 
 def _trainer_bound(mechanism: Any, delta: float, confidence: float, seed: int, quick: bool) -> Any:

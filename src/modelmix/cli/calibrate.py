@@ -87,7 +87,8 @@ def calibrate(
         )
         return
     show.table(
-        f"epsilon {show.up(reached.epsilon)} ({reached.accountant}; target {epsilon:g}) at delta = {options.delta:g}",
+        f"epsilon {show.up(reached.epsilon)} ({reached.accountant}; target {epsilon:g}) at delta = "
+        f"{show.up_digits(options.delta)}",
         ["", "value"],
         [[show.bold(unknown), show.bold(f"{answer:.7g}")]],
         [show.phase_line(ledger.phases[0]), "Rounded to the safe side.", *reached.lines],

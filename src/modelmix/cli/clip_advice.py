@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +15,8 @@ from modelmix._checks import check_delta, positive, whole
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.calibration import calibrate
 from modelmix.accounting.guarantee import guarantee
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, append_to_ledger
+from modelmix.accounting.runs import plan_beside
 from modelmix.cli import show
 from modelmix.cli.options import DataDir, Json
 from modelmix.errors import ModelMixError, UnprovedError
@@ -117,7 +120,7 @@ def _notes(facts: dict[str, Any], private: bool, ledger: Path | None) -> list[st
         "The threshold is what Theorem 3.2 needs to promise convergence; smaller clips often work, without a promise.",
     ]
     if private:
-        notes.append(f"Charged to {ledger!s}: epsilon {facts['epsilon_spent']:.4g} for this look alone.")
+        notes.append(f"Charged to {ledger!s}: epsilon {show.up_digits(facts['epsilon_spent'])} for this look alone.")
         notes.append(facts["scope"])
         notes.append(f"Only the noisy histogram was used. modelmix train --spent {ledger!s} counts the look as well.")
     else:
@@ -189,12 +192,16 @@ def _pay(
     from modelmix.training.norms import private_norm_histogram
     from modelmix.training.randomness import Randomness
 
-    if (ledger.parent / "config.json").exists():
-        raise ModelMixError(f"{ledger} belongs to a run, which would no longer match it: give a copy of it.")
     mechanism = calibrate(epsilon=epsilon, delta=delta, sample_rate=q, steps=1)
-    spent = (Ledger.load(ledger) if ledger.exists() else Ledger()).then(claim.add(mechanism, 1))
-    spent.require_proof()
-    spent.save(ledger)  # first: a look that is not in the ledger must not happen
+
+    def charged(before: Ledger | None) -> Ledger:
+        _refuse_kept(ledger)
+        spent = (before or Ledger()).then(claim.add(mechanism, 1))
+        spent.require_proof()
+        return spent
+
+    _refuse_kept(ledger)  # also before its folder is made
+    append_to_ledger(ledger, charged)  # first: a look that is not in the ledger must not happen
     release = private_norm_histogram(network, nn.CrossEntropyLoss(), batch, mechanism, Randomness().step())
     facts |= {
         "epsilon_spent": float(epsilon), "delta": delta, "noise_std": mechanism.noise_multiplier, "sample_rate": q,
@@ -202,6 +209,17 @@ def _pay(
         "counts": release.histogram.counts.tolist(), "ledger": str(ledger),
     }  # fmt: skip
     return release.histogram
+
+
+def _refuse_kept(ledger: Path) -> None:
+    """Refuse the ledger that a run or a loop keeps: its plan says what it costs, and it would no longer match it."""
+    for place in (ledger, Path(os.path.realpath(ledger))):
+        if place.is_dir() or place.with_name("config.json").exists() or plan_beside(place).exists():
+            whole = quote(str(ledger))
+            raise ModelMixError(
+                f"{ledger} belongs to a run or a loop, which would no longer match it: write what it counts as into a "
+                f"new file, modelmix epsilon --ledger {whole} --save-ledger FILE, and give that file."
+            )
 
 
 def _threshold(

@@ -47,7 +47,7 @@ def compare(
         return
     noise_std = phase.mechanism.noise.variance**0.5
     show.table(
-        f"epsilon at equal noise, delta = {options.delta:g}",
+        f"epsilon at equal noise, delta = {show.up_digits(options.delta)}",
         ["", "epsilon", "noise std / clip", " by"],
         [
             ["this mechanism", show.up(ours.epsilon), f"{std:.4f}", ours.accountant],

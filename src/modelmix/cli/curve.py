@@ -38,6 +38,8 @@ def curve(
 
     if over not in _AXES:
         raise ModelMixError(f"--over {over} is unknown: choose one of {', '.join(_AXES)}.")
+    if over != "steps":
+        _check_axis(options, over)
     style.prepare(out)
     if over == "steps":
         if stop is not None:
@@ -79,3 +81,18 @@ def curve(
         rows,
         [*result.end.lines, *notes, f"drawn: {', '.join(map(str, written))}"],
     )
+
+
+def _check_axis(options: MechanismOptions, over: str) -> None:
+    """Refuse what a curve over the mixing width would drop or cannot know."""
+    dropped = [f"--{name}" for name in ("omega", "tau", "eta") if getattr(options, name) is not None]
+    if dropped:
+        raise ModelMixError(
+            f"{' and '.join(dropped)} cannot be fixed where the curve goes over {over}: leave it out, and give --from "
+            "and --to for the ends."
+        )
+    if options.ledger:
+        raise ModelMixError(
+            f"a curve over {over} varies the mixing width, which a ledger has fixed: leave --ledger out and describe "
+            "the phase by --z, --q and --steps, or go over steps."
+        )

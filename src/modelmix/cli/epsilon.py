@@ -75,15 +75,15 @@ def epsilon(
         [f"Gaussian of equal variance, {z}", show.up(twin.epsilon), twin.accountant],
     ]
     rows += [
-        [f"  D_{a:g} of one step, phase {i + 1}", f"{value:.6g}", "upper bound"]
+        [f"  D_{a:g} of one step, phase {i + 1}", show.up_digits(value, 6), "upper bound"]
         for i, row in enumerate(divergence)
         for a, value in zip(wanted, row, strict=True)
     ]
     if other_delta is not None:
-        rows.append([f"  delta at epsilon = {for_epsilon:g}", f"{other_delta:.3e}", "best proved"])
+        rows.append([f"  delta at epsilon = {for_epsilon:g}", show.up_digits(other_delta), "best proved"])
     notes = [show.phase_line(phase) for phase in ledger.phases] + ([best.reason] if best.reason else [])
     notes += [*best.lines, *counted]
-    show.table(f"epsilon at delta = {options.delta:g}", ["", "epsilon", " by"], rows, notes)
+    show.table(f"epsilon at delta = {show.up_digits(options.delta)}", ["", "epsilon", " by"], rows, notes)
 
 
 def _how(result: Guarantee) -> str:

@@ -156,7 +156,7 @@ class MechanismOptions:
         for path in self.ledger or ():
             found = load_claim(path)
             out = out.then(found.ledger)
-            notes += found.notes
+            notes += [line for line in (*found.notes, *found.caveats) if line not in notes]
         if self.describes_a_phase:
             self.in_ratios().require("z", "q", "steps")
             out = out.then(self.claim(out.population).add(self.mechanism(), self.steps))  # type: ignore[arg-type]

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from modelmix._format import up
+from modelmix._format import up, up_digits
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 
-__all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up"]
+__all__ = ["as_json", "bold", "describe", "phase_line", "rounded", "table", "up", "up_digits"]
 
 
 def rounded(value: float, direction: str, digits: int = 7) -> float:

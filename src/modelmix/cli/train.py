@@ -234,6 +234,8 @@ def _trainer(recipe: Recipe, data_dir: Path | None, folder: Path, resume: bool, 
         from modelmix.runs.folder import RunFolder
         from modelmix.training import Performance
     performance = Performance(**knobs._asdict())
+    if resume and not RunFolder(folder).holds_a_run:
+        print(f"{folder} holds no run: a new one begins.", file=sys.stderr)
     if not resume:
         RunFolder(folder).require_vacant()  # before features take their time
     with plain_warnings():
@@ -298,7 +300,7 @@ def _tell(recipe: Recipe, trainer: Trainer, folder: Path, as_json: bool) -> None
     if (folder / "report.html").exists():
         notes.append(f"Report: {folder / 'report.html'}")
     notes.append(f"Check it: modelmix verify {quote(str(folder))} --delta {recipe.delta!r}")
-    show.table(f"{recipe.name}, delta = {recipe.delta:g}", ["", ""], rows, notes)
+    show.table(f"{recipe.name}, delta = {show.up_digits(recipe.delta)}", ["", ""], rows, notes)
 
 
 def _percent(value: float | None) -> str:

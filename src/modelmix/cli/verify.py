@@ -10,7 +10,7 @@ import typer
 from modelmix._checks import at_least_zero, check_delta
 from modelmix.accounting.guarantee import guarantee
 from modelmix.accounting.ledger import Ledger
-from modelmix.accounting.runs import load_claim
+from modelmix.accounting.runs import load_claim, require_own_certificate
 from modelmix.cli import show
 from modelmix.cli.options import Json
 
@@ -29,6 +29,7 @@ def verify(
         raise typer.Exit(1)
     check_delta(delta)
     best = counted.guarantee(delta)
+    require_own_certificate(ledger, counted, best)
     so_far = guarantee(book, delta).epsilon if planned.steps > book.steps else None
     holds = None if claim is None else at_least_zero("claim", claim, "the claimed epsilon") >= best.epsilon
     if json:
@@ -51,7 +52,7 @@ def verify(
             holds
         ]
         show.table(
-            f"epsilon = {show.up(best.epsilon)} ({best.accountant}) at delta = {delta:g}.{verdict}",
+            f"epsilon = {show.up(best.epsilon)} ({best.accountant}) at delta = {show.up_digits(delta)}.{verdict}",
             ["phase", "steps", " mechanism"],
             rows,
             [

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelmix import kinds
 from modelmix._checks import positive, probability, rate, whole
+from modelmix._format import up_digits
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
@@ -24,6 +25,7 @@ from modelmix.accounting.plan import Plan, calibrated_noise
 from modelmix.accounting.runs import Claim, load_claim
 from modelmix.config import sources
 from modelmix.errors import ModelMixError
+from modelmix.runs.words import assumed_by
 
 if TYPE_CHECKING:
     from modelmix.config.preparation import Prepared
@@ -331,8 +333,8 @@ class Recipe:
             return planned(self.noise_multiplier or 0.0)
         if self.normalise == "private" and (cost := proved_epsilon(price, self.delta)) >= self.epsilon:
             raise ModelMixError(
-                f"what comes before training costs epsilon {cost:.3g} and the target is {self.epsilon:g}: raise "
-                'normalise_noise, or use normalise = "group", which is free.'
+                f"what comes before training costs epsilon {up_digits(cost, 3)} and the target is {self.epsilon:g}: "
+                'raise normalise_noise, or use normalise = "group", which is free.'
             )
         return planned(calibrated_noise(lambda z: planned(z).ledger, self.epsilon, self.delta, price))
 
@@ -446,7 +448,7 @@ class Recipe:
             folder=folder,
             resume=resume,
             name=self.name,
-            about=about,
+            about={**about, "assumed": assumed_by(self.as_dict())},
             performance=performance,
             engine=engine,
         )

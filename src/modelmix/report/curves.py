@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from modelmix._checks import positive
+from modelmix._format import up_digits
 from modelmix.accounting.functions import Array
 from modelmix.accounting.guarantee import Guarantee, guarantee, quick_epsilon
 from modelmix.accounting.ledger import Ledger
@@ -90,7 +91,7 @@ def _curve(
         lines = {"no mixing": line(lambda book: book)}
     lines["Gaussian of equal variance"] = line(equal_variance)
     seeded = ", seeded" if found.seeded else ""
-    return Curve(axis, f"{last.law}, {title}, delta = {delta:g}{seeded}", x, lines, found)
+    return Curve(axis, f"{last.law}, {title}, delta = {up_digits(delta)}{seeded}", x, lines, found)
 
 
 def _untruncated(book: Ledger) -> Ledger:

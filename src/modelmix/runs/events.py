@@ -85,16 +85,18 @@ class EventFile:
     """The metrics of a run as one file of events in ``folder``.
 
     A row is a step, the seconds of training so far, and scalars of which some may be None. A resumed run begins a new
-    file with the rows up to there, and the old one goes: no point is missing, double or half-written.
+    file with the rows up to there, and the old one goes: no point is missing, double or half-written. A ``secret`` file
+    is readable by its owner only.
     """
 
-    def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]] = (), *, secret: bool = False) -> None:
         # To ten seconds, as every time that is written: exact ones tell how long a step took.
         now = float(round(time.time(), -1))
         began = now - (rows[-1]["seconds"] if rows else 0.0)
         self.path = Path(folder) / f"events.out.tfevents.{int(now)}.{os.getpid()}.{secrets.token_hex(8)}"
         head = _varint(1 << 3 | 1) + struct.pack("<d", now) + _field(3, b"brain.Event:2")
-        write_atomically(self.path, b"".join([record(head), *(_row(row, began + row["seconds"]) for row in rows)]))
+        data = b"".join([record(head), *(_row(row, began + row["seconds"]) for row in rows)])
+        write_atomically(self.path, data, secret=secret)
         for old in self.path.parent.glob("events.out.tfevents.*"):
             if old != self.path:
                 with suppress(OSError):

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import SCHEMA, VERSION
 from modelmix.errors import ModelMixError
-from modelmix._files import TEMPORARY, lock, write_atomically
+from modelmix._files import TEMPORARY, lock, sync_folder, write_atomically
 
 __all__ = ["SCHEMA", "VERSION", "RunFolder"]
 
@@ -96,7 +96,7 @@ class RunFolder:
         self._write("ledger.json", ledger.to_json())
 
     def load_ledger(self) -> Ledger:
-        return Ledger.load(self.file("ledger.json"))
+        return read_ledger(self.file("ledger.json"))
 
     def save_checkpoint(self, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Arrays and JSON in one file, readable by its owner only: it holds the randomness of the steps to come."""
@@ -131,10 +131,15 @@ class RunFolder:
         except ModelMixError as error:
             raise ModelMixError(f"{error} Nothing kept is lost: mend this, then resume=True (--resume).") from None
 
-    def remove(self, name: str) -> None:
-        """Delete a file that no longer holds, if it is there."""
-        with suppress(FileNotFoundError):
-            self.file(name).unlink()
+    def remove(self, *names: str) -> None:
+        """Delete files that no longer hold, if they are there; durable when it returns."""
+        try:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self.file(name).unlink()
+        except OSError as error:
+            raise ModelMixError(f"cannot remove {self.file(name)}, which no longer holds: {error.strerror}.") from None
+        sync_folder(self.path)
 
     def sweep(self) -> None:
         """Removes what a killed process left half-written; those files were never in use."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
 from modelmix.accounting.pld import equal_variance, unmixed
+from modelmix.accounting.runs import TEST_METRICS, Claim
 from modelmix._files import write_atomically
 from modelmix._format import up
 from modelmix.runs import page_plots as plots
@@ -76,11 +77,16 @@ def proved(run: Run, *, public: bool = False) -> Guarantee | None:
     if run.unproved:
         return None
     found = run.claim.guarantee(run.delta)
+    more = Claim(
+        run.planned,
+        run.ledger,
+        assumed=tuple(words.assumed_by(run.recipe)),  # known to older runs from their recipe alone
+        excluded=() if run.test_public else (TEST_METRICS,),
+    )
+    found = more.qualified(found)
     where = "" if public or run.diagnostics is None else ", in the marked box below"
-    excluded = [] if run.test_public else [words.TEST_METRICS]
-    excluded.append(f"diagnostics of the training: norms, clips and batch sizes{where}")
-    assumed = (*found.assumed, *words.assumed_by(run.recipe))
-    return replace(found, assumed=assumed, excluded=tuple(excluded))
+    diagnostics = f"diagnostics of the training: norms, clips and batch sizes{where}"
+    return replace(found, excluded=(*found.excluded, diagnostics))
 
 
 def _title(run: Run) -> Html:

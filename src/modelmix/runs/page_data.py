@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import Claim, claim_of, read_config, read_object
 from modelmix.errors import ModelMixError
 from modelmix.runs.words import number
@@ -73,7 +73,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ModelMixError(f"cannot read {folder}: there is no such folder; give the folder of a run.")
     config = read_config(folder / "config.json")
-    ledger = Ledger.load(folder / "ledger.json")
+    ledger = read_ledger(folder / "ledger.json")
     metrics, diagnostics = folder / "metrics.json", folder / "diagnostics.json"
     return Run(
         config,

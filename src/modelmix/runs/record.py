@@ -22,9 +22,16 @@ from torch import Tensor
 from modelmix._version import __version__
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.plan import Plan
+from modelmix.accounting.runs import restrictions
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.runs.events import EventFile
 from modelmix.runs.folder import SCHEMA, VERSION, RunFolder
+
+PUBLISHED = ("certificate.json", "report.html", "report-public.html")
+"""What says how much a run costs in all. It goes before anything is kept that it does not count."""
+
+EPSILON_SO_FAR = "epsilon_if_stopping_was_fixed_beforehand"
+"""What the epsilon of the steps so far is called in files; the guarantee is the plan's."""
 
 Fingerprint = Callable[[bytes], str]
 _SALT_BYTES = 16
@@ -60,6 +67,8 @@ class Record:
         self._published: list[dict[str, Any]] = []
         self._events: EventFile | None = None
         self._stamp: object = None
+        self._test_public = False
+        self._counted: Ledger | None = None  # the ledger that is kept
 
     def __enter__(self) -> Record:
         """Locks the folder, if it still is as this record left it."""
@@ -92,6 +101,7 @@ class Record:
             "plan": self._plan.as_dict(),
             **about,
         }
+        self._test_public = config.get("test_public") is True
         self.folder.require_vacant()
         with self.folder:
             self.folder.require_vacant()  # another process may have been quicker
@@ -102,6 +112,7 @@ class Record:
     def replan(self, plan: Plan) -> None:
         """Write a longer plan into the settings."""
         self._plan = plan
+        self.folder.remove(*PUBLISHED)
         self.folder.write_json("config.json", {**self.folder.read_json("config.json"), "plan": plan.as_dict()})
         self._stamp = self._present()
 
@@ -138,7 +149,22 @@ class Record:
                     f"{path} holds a run with another plan: resume it with its own or with that one extended, or "
                     "choose another folder."
                 )
+            self.folder.remove(*PUBLISHED)
             self.folder.write_json("config.json", {**config, "plan": self._plan.as_dict()})
+
+    def restrict(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep what the guarantee of a resumed run rests on and leaves out, then and now, and return both together."""
+        with self:
+            config = self.folder.read_json("config.json")
+            then = dict(zip(("assumed", "excluded"), restrictions(config), strict=True))
+            both: dict[str, Any] = {name: [*dict.fromkeys((*then[name], *own[name]))] for name in then}
+            both["test_public"] = bool(own["test_public"]) and config.get("test_public") is True
+            self._test_public = both["test_public"]
+            if any(config.get(name) != value for name, value in both.items()):
+                self.folder.remove(*PUBLISHED)
+                self.folder.write_json("config.json", {**config, **both})
+                self._stamp = self._present()
+        return both
 
     def _last_state(self) -> tuple[dict[str, Tensor], dict[str, Any], Ledger] | None:
         folder, path = self.folder, self.folder.path
@@ -168,27 +194,36 @@ class Record:
         ledger = folder.load_ledger()
         if ledger.steps < self._plan.spent.steps + step:
             raise ModelMixError(f"the ledger of {path} is shorter than its checkpoint: restore ledger.json.")
+        self._counted = ledger
         return arrays, meta, ledger
 
     def keep(self, ledger: Ledger, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Ledger first, then the state, then what people may see of it."""
         if self._digest is None:
             self._digest = self._fingerprint(self._salt)
+        if ledger != self._counted:
+            self.folder.remove(*PUBLISHED)
         self.folder.save_ledger(ledger)
+        self._counted = ledger
         self.folder.save_checkpoint(arrays, {**meta, "salt": self._salt.hex(), "fingerprint": self._digest})
         self._stamp = self._present()
         if meta["metrics"] != self._published:
             self._publish(meta["metrics"])
 
     def _publish(self, rows: list[dict[str, Any]]) -> None:
-        """Metrics of states that are kept already, also as TensorBoard events."""
+        """Metrics of states that are kept already, also as TensorBoard events.
+
+        What was measured on a test set that is not public is readable by its owner only. The epsilon of a step has its
+        condition in its name, because files are read without what was said beside them.
+        """
+        named = [{EPSILON_SO_FAR if name == "epsilon" else name: v for name, v in row.items()} for row in rows]
         # JSON has no infinities.
-        finite = [{k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in r.items()} for r in rows]
-        self.folder.write_json("metrics.json", {"rows": finite})
+        finite = [{k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in r.items()} for r in named]
+        self.folder.write_json("metrics.json", {"rows": finite}, secret=not self._test_public)
         if self._events is None:
-            self._events = EventFile(self.folder.file("events"), rows)
+            self._events = EventFile(self.folder.file("events"), named, secret=not self._test_public)
         else:
-            self._events.add(rows[-1])
+            self._events.add(named[-1])
         self._published = [dict(row) for row in rows]
 
     def finish(

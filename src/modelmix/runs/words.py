@@ -22,7 +22,6 @@ DIAGNOSTICS = (
 UNTAUGHT = ("scatter", "patches", "prior", "patches+prior")
 """Features of a recipe that no real image taught."""
 
-TEST_METRICS = "metrics on the test set: they are computed from the test data without noise"
 TEST_LEFT_OUT = (
     "Test metrics are left out: the test set was not declared public (test_public), and epsilon does not cover them."
 )

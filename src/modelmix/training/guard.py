@@ -13,12 +13,6 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.gradients.memory import ALONE, SAME_SET
 
-KEEPS_NOTHING = (
-    "model, criterion and augmentation keep nothing of one sample while they run the others: what Python can reach is "
-    "compared, and a synthetic sample is run before and after"
-)
-"""The precondition of the engines that run a model's own code."""
-
 
 class PrivateForward:
     """The forward of a model in a private loop."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import threading
 import types
 import uuid
@@ -39,12 +40,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from modelmix._checks import positive, whole
 from modelmix._files import write_atomically
+from modelmix._format import up
 from modelmix.accounting.guarantee import Guarantee
 from modelmix.accounting.guarantee import epsilon as ledger_epsilon
-from modelmix.accounting.ledger import Ledger
+from modelmix.accounting.ledger import Ledger, append_to_ledger, read_ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
-from modelmix.accounting.runs import plan_beside, read_object
+from modelmix.accounting.runs import KEEPS_NOTHING, Claim, plan_beside, read_object, restrictions
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.gradients import engines
 from modelmix.gradients.clipping import Clip, ClippedSum
@@ -52,7 +54,6 @@ from modelmix.gradients.memory import ALONE, SAME_SET, Watch, tensor_contents
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.gradients.torch_rng import draws_apart
 from modelmix.training.guard import (
-    KEEPS_NOTHING,
     PrivateForward,
     check_mechanism,
     check_model,
@@ -74,6 +75,10 @@ from modelmix.training.sampling import (
 )
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
+_LOOP = (
+    "what the loop prints or does with training samples, their outputs and losses: for instance learning rates and "
+    "settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch"
+)
 _CRITERION = (
     "Use the model, loader and criterion that make_private returned, on the loader's batches as they are: "
     "transformations of them belong into the model, the dataset or the criterion."
@@ -153,7 +158,9 @@ def make_private(
     elif not isinstance(plan, Plan):
         raise ModelMixError(f"{plan!r} is not a Plan: make one with mm.plan(...) or Plan.of(mechanism, steps).")
     elif epsilon is not None or epochs is not None or population is not None:
-        raise ModelMixError("plan already contains epsilon, epochs and population: give either plan or these.")
+        given = {"epsilon": epsilon, "epochs": epochs, "population": population}
+        said = " and ".join(name for name, value in given.items() if value is not None)
+        raise ModelMixError(f"plan already contains {said}: give either plan or {said}.")
     loop = _Loop(
         model, optimizer, loader, criterion, plan.bound_to(n), n,
         Clip(clip).c, tau, padding, momentum, chunk, seed, ledger,
@@ -234,6 +241,8 @@ class _Loop:
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.labels = Labels(model, loss, probe)
         self.engine = engines.Engine(model, loss, probe)
+        alone = () if self.engine.name == "hooks" else (KEEPS_NOTHING,)
+        self.said: dict[str, tuple[str, ...]] = {"assumed": alone, "excluded": (_LOOP,)}
         self.randomness = Randomness(seed)
         self.name = uuid.uuid4().hex
         self.claim = replace(plan.ledger, phases=(), seeded=seed is not None)
@@ -241,13 +250,16 @@ class _Loop:
         self.own = self.claim  # what ran in it
         self.runs: dict[str, float] = {self.name: math.inf}  # how many lines of each run are in either
         self.base: str | None = None  # the run that all of ``earlier`` is of, where it is of one
-        self.file = None if ledger is None else Path(ledger)
-        self.written_ledger: str | None = None
+        self.file = None if ledger is None else Path(os.path.realpath(ledger))  # the plan lies beside the real one
+        self.written_ledger: Ledger | None = None
         if self.file is not None and self.file.exists():
-            self.written_ledger = self.file.read_text(encoding="utf-8")
+            self.written_ledger = read_ledger(self.file)
             if plan_beside(self.file).exists():
-                self._require_goes_on(Plan.from_dict(read_object(plan_beside(self.file))))
-            self._take_on(Ledger.load(self.file), same=True)
+                before = read_object(plan_beside(self.file))
+                self._require_goes_on(Plan.from_dict(before))
+                then = zip(self.said, restrictions({"test_public": True, **before}), strict=True)
+                self.said = {name: tuple(dict.fromkeys((*lines, *self.said[name]))) for name, lines in then}
+            self._take_on(self.written_ledger, same=True)
             with suppress(OSError, ValueError, TypeError):
                 self.runs |= {str(k): int(v) for k, v in json.loads(self._names().read_text(encoding="utf-8")).items()}
         start = self.flat.read()
@@ -317,7 +329,7 @@ class _Loop:
                 f"an earlier loop over these samples planned {before.steps:,} steps, and this plan does not go on with "
                 "that one: make the plan it was made with, or a longer one (plan.extended). Or begin a new loop with "
                 "another ledger file, with the model's weights alone and with what the earlier one counts as "
-                "(mm.load_claim(FILE).ledger, optimizer.plan.ledger) as spent in mm.plan(...)."
+                "(mm.load_claim(FILE), optimizer.plan.ledger) as spent in mm.plan(...)."
             )
 
     def _before(self) -> Ledger:
@@ -333,9 +345,9 @@ class _Loop:
         cost = ledger_epsilon(earlier.then(self.own).then(left), self.plan.delta)
         if cost > self.planned.epsilon * (1 + 1e-9):
             raise BudgetExceeded(
-                f"what has run costs epsilon {cost:.6g} with this plan, which foresees {self.planned.epsilon:.6g}: "
-                "give what it counts as (mm.load_claim(FILE).ledger, optimizer.plan.ledger) as spent in mm.plan(...), "
-                "or the plan it was run with."
+                f"what has run costs epsilon {up(cost, 6)} with this plan, which foresees "
+                f"{up(self.planned.epsilon, 6)}: give what it counts as (mm.load_claim(FILE), optimizer.plan.ledger) "
+                "as spent in mm.plan(...), or the plan it was run with."
             )
         self.earlier = earlier
 
@@ -378,17 +390,20 @@ class _Loop:
         """Write the ledger before a step exists; refuse if somebody else has written to the file."""
         if self.file is None:
             return
-        now = self.file.read_text(encoding="utf-8") if self.file.exists() else None
+        self.written_ledger = append_to_ledger(self.file, self._extended_ledger)
+        write_atomically(self._names(), json.dumps({**self.runs, self.name: self.ledger.steps}, sort_keys=True))
+
+    def _extended_ledger(self, now: Ledger | None) -> Ledger:
+        """The ledger to be written over what the file holds now; the plan is on disk before it."""
+        assert self.file is not None
         if now != self.written_ledger:
             raise UnprovedError(
                 "everything that is released about the same samples adds up",
                 f"{self.file} was written to by another loop.",
                 "Give every loop a ledger file of its own, and the earlier ones as spent in its plan.",
             )
-        write_atomically(plan_beside(self.file), json.dumps(self.plan.as_dict(), indent=1) + "\n")
-        self.ledger.save(self.file)
-        write_atomically(self._names(), json.dumps({**self.runs, self.name: self.ledger.steps}, sort_keys=True))
-        self.written_ledger = self.file.read_text(encoding="utf-8")
+        write_atomically(plan_beside(self.file), json.dumps({**self.plan.as_dict(), **self.said}, indent=1) + "\n")
+        return self.ledger
 
     @cached_property
     def planned(self) -> Guarantee:
@@ -722,15 +737,9 @@ class PrivateOptimizer(Optimizer):
     def guarantee(self) -> Guarantee:
         """What holds for everything this loop releases, however early it is stopped: the epsilon of the plan."""
         loop = self._loop
-        held = []
-        if loop.engine.name != "hooks":
-            held.append(KEEPS_NOTHING)
-        planned = loop.planned
-        excluded = (
-            "what the loop prints or does with training samples, their outputs and losses: for instance learning rates "
-            "and settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch",
-        )
-        return replace(planned, seeded=loop.ledger.seeded, assumed=(*planned.assumed, *held), excluded=excluded)
+        planned = replace(loop.plan.ledger, seeded=loop.ledger.seeded)
+        claim = Claim(planned, loop.ledger, assumed=loop.said["assumed"], excluded=loop.said["excluded"])
+        return claim.qualified(loop.planned)
 
     def epsilon(self, delta: float | None = None) -> float:
         """epsilon of the steps so far; it holds if their number was fixed beforehand, see ``guarantee``."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from modelmix._checks import whole
-from modelmix._format import up
+from modelmix._format import up, up_digits
 from modelmix._version import __version__
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import Guarantee, quick_epsilon
@@ -29,7 +29,8 @@ from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan
-from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.accounting.runs import KEEPS_NOTHING, Claim, excluded_by
+from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
 from modelmix.gradients import engines
 from modelmix.gradients.clipping import Clip, ClippedSum
 from modelmix.gradients.memory import Watch, WatchedFunction
@@ -41,7 +42,6 @@ from modelmix.training.diagnostics import Diagnostics
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.evaluation import evaluate
 from modelmix.training.guard import (
-    KEEPS_NOTHING,
     check_mechanism,
     check_model,
     check_public_model,
@@ -200,13 +200,21 @@ class Trainer:
         self._written = self._flat.versions()
         self._kept = self._state
         self._alone = threading.Lock()
+        about = dict(about or {})
+        self._restrictions: dict[str, Any] = {
+            "assumed": [*self._preconditions(), *about.pop("assumed", ())],
+            "excluded": [*excluded_by(self._test_public, self._nonfinite)],
+        }
         self._record: Record | None = None
         if folder is not None:
             self._record = Record(folder, self._settings(), self._plan, seed, self._fingerprint)
             if resume and self._record.folder.holds_a_run:
                 self._restore(self._record.resume())
+                both = self._record.restrict({**self._restrictions, "test_public": self._test_public})
+                self._test_public = both.pop("test_public")
+                self._restrictions = both
             else:
-                self._record.begin({"name": name, **self._facts(), **(about or {})})
+                self._record.begin({"name": name, **self._facts(), **about, **self._restrictions})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -238,7 +246,11 @@ class Trainer:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What was measured on the test set, with an upper bound on the epsilon of that moment."""
+        """What was measured on the test set, with an upper bound on the epsilon of that moment.
+
+        That "epsilon" holds if it was fixed beforehand to stop there, and has that in its name in files; ``guarantee``
+        has the one of the plan.
+        """
         self._price()
         return [dict(row) for row in self._metrics if self._record is None or row["step"] <= self._kept.step]
 
@@ -269,15 +281,9 @@ class Trainer:
     def guarantee(self) -> Guarantee:
         """What holds for everything this run releases: the epsilon of the whole plan, however early it is stopped."""
         self._ledger.require_proof()
-        excluded = [] if self._test_public else ["metrics on the test set: they are computed from it without noise"]
-        if self._nonfinite == "stop":
-            excluded.append("whether and when the run stopped: a sample whose gradient is not finite stops it")
-        return replace(
-            self._planned,
-            seeded=self._ledger.seeded,
-            assumed=(*self._planned.assumed, *self._preconditions()),
-            excluded=tuple(excluded),
-        )
+        assumed, excluded = (tuple(self._restrictions[name]) for name in ("assumed", "excluded"))
+        planned = replace(self._plan.ledger, seeded=self._ledger.seeded)
+        return Claim(planned, self._ledger, assumed=assumed, excluded=excluded).qualified(self._planned)
 
     def epsilon(self, delta: float | None = None) -> float:
         """epsilon of the steps so far, from the ledger; ``UnprovedError`` where nothing is proved.
@@ -344,7 +350,11 @@ class Trainer:
             raise ModelMixError("this trainer is running in another thread: a draw makes one step, in one thread.")
         try:
             self._check_untouched()
-            self._plan.require(self.step + steps)
+            if steps > left:
+                raise BudgetExceeded(
+                    f"{steps:,} more steps go past the end of the plan: {left:,} of its {self._plan.steps:,} are left. "
+                    "Run those, or plan more with trainer.extend(steps), at a larger epsilon."
+                )
             end = self.step + steps
             if self._record is None:
                 self._loop(end, every, progress)
@@ -748,7 +758,7 @@ class Trainer:
         if self._ledger.unproved:
             return "epsilon: not proved"
         note = ", seeded" if self._ledger.seeded else ""
-        return f"epsilon {up(self._planned.epsilon, 3)} planned at delta {self._plan.delta:g}{note}"
+        return f"epsilon {up(self._planned.epsilon, 3)} planned at delta {up_digits(self._plan.delta)}{note}"
 
 
 def _name(function: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix.accounting.guarantee import Guarantee, guarantee
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
@@ -60,9 +61,10 @@ def randomness(
         _figure(out, json)
         return
     plain = Mechanism(z, q)
-    alone = proved_epsilon(plain, delta, steps=steps)
+    gaussian = guarantee(plain, delta, steps=steps)
+    alone = gaussian.epsilon
     if kind in localised.MULTIPLICATIVE:
-        _negative(kind, keep, steps, alone, json)
+        _negative(kind, keep, steps, gaussian, json)
         return
     note = ""
     if kind == "langevin":
@@ -91,14 +93,17 @@ def randomness(
         raise ModelMixError(f"{kind!r} is unknown: choose one of {', '.join(KINDS)}.")
     if kind != "rounding-before":
         found = min(alone, found)  # what is added to the noise, or done after it, is post-processing
+    holds = {"scope": gaussian.scope}
     if json:
-        print(show.as_json({"kind": kind, "epsilon": found, "noise_alone": alone, "delta": delta, "why": note}))
+        print(
+            show.as_json({"kind": kind, "epsilon": found, "noise_alone": alone, "delta": delta, "why": note, **holds})
+        )
         return
     show.table(
-        f"{kind}, z = {z:g}, q = {q:g}, {steps:,} steps, delta = {delta:g}",
+        f"{kind}, z = {z:g}, q = {q:g}, {steps:,} steps, delta = {show.up_digits(delta)}",
         ["", "epsilon"],
         [[f"with it (size {size:g})", show.up(found)], ["the Gaussian noise alone", show.up(alone)]],
-        [f"Why: {note}"],
+        [f"Why: {note}", *gaussian.lines],
     )
 
 
@@ -129,7 +134,7 @@ def _figure(out: Path, json: bool) -> None:
     )
 
 
-def _negative(kind: str, keep: float, steps: int, alone: float, json: bool) -> None:
+def _negative(kind: str, keep: float, steps: int, alone: Guarantee, json: bool) -> None:
     """The demonstrated example instead of a number."""
     examples = [
         localised.bounded_example(),
@@ -145,7 +150,8 @@ def _negative(kind: str, keep: float, steps: int, alone: float, json: bool) -> N
             {"what": e.what, "least_delta": e.least_delta(1), "least_delta_all_steps": e.least_delta(steps)}
             for e in examples
         ]
-        print(show.as_json({"kind": kind, "epsilon": None, "noise_alone": alone, "reason": reason, "examples": rows}))
+        head = {"kind": kind, "epsilon": None, "noise_alone": alone.epsilon, "delta": alone.delta, "scope": alone.scope}
+        print(show.as_json({**head, "reason": reason, "examples": rows}))
         return
     show.table(
         f"{kind}: no number. The smallest delta with which any epsilon holds, without noise",
@@ -155,6 +161,8 @@ def _negative(kind: str, keep: float, steps: int, alone: float, json: bool) -> N
             f"With noise: {reason}",
             "An example: on a sample whose features are all zero the gradient is that of the bias, clipped to c, "
             "whatever is dropped, flipped or cropped.",
-            f"What holds is epsilon of the Gaussian noise alone: {show.up(alone)}.",
+            f"What holds is epsilon of the Gaussian noise alone: {show.up(alone.epsilon)} at delta = "
+            f"{show.up_digits(alone.delta)}.",
+            *alone.lines,
         ],
     )

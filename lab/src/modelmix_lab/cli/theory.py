@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix._checks import check_delta, probability, whole
+from modelmix.accounting.adjacency import ZERO_OUT, relation
 from modelmix.accounting.calibration import calibrate
-from modelmix.accounting.guarantee import epsilon as proved_epsilon
+from modelmix.accounting.guarantee import guarantee
+from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
 from modelmix.cli.once import Program
@@ -61,14 +64,16 @@ def convex(
         h = utility.best_convex_step(setting, **constants)
         setting = replace(setting, step_size=h, tau=setting.tau * h)
     proved, printed = utility.convex(setting, **constants), utility.convex_printed(setting, **constants)
-    epsilon = proved_epsilon(mechanism, delta, steps=steps)
+    cost = guarantee(Ledger(population=n).add(mechanism, steps), delta)
     _tell(
         "Theorem 3.1: bound on E[F(w_bar) - F(w*)]",
         {"as printed": printed, "that holds": proved},
-        {"epsilon": epsilon, "delta": delta, "setting": asdict(setting)},
+        {"epsilon": cost.epsilon, "delta": delta, "scope": cost.scope, "setting": asdict(setting)},
         [
             f"step size h = {setting.step_size:.4g} (averaged gradients), tau = {setting.tau:.4g}, "
-            f"noise std = {setting.noise_std:.4g}; epsilon = {show.up(epsilon)} at delta = {delta:g}",
+            f"noise std = {setting.noise_std:.4g}",
+            f"epsilon = {show.up(cost.epsilon)} at delta = {show.up_digits(delta)}",
+            *cost.lines,
             "that holds: the printed proof leaves the padding out of the gaps and bounds a batch by (L/q)^2; "
             "see docs/theory.md.",
         ],
@@ -97,12 +102,14 @@ def clipped(
     modelmix-lab theory clipped --kappa 0.5 --range 2.3 --n 50000 --q 0.03 --d 1000 --epsilon 8 --omega 11.25
     """
     mixing = omega > 0
+    check_delta(probability("delta", delta, "the failure probability"), [whole("n", n, "the samples", least=1)])
     budget = nonconvex.Budget(n, d, q, epsilon, delta, 1.0, beta, loss_range)
     least = nonconvex.threshold(kappa, budget.scale)
     budget = replace(budget, clip=least if clip is None else clip)
     a = nonconvex.descent(budget.clip, kappa)
     h, t = budget.step_size(mixing, printed=False), budget.steps
     mechanism = calibrate(epsilon=epsilon, delta=delta, sample_rate=q, steps=t, mixing_width=omega)
+    cost = guarantee(Ledger(population=n).add(mechanism, t), delta)
     setting = utility.Setting.of(mechanism, clip=budget.clip, n=n, dimension=d, steps=t, step_size=h)
     v = nonconvex.noise_constant(budget, mechanism.noise_multiplier, t)
     proved = nonconvex.clipped(setting, clip=budget.clip, kappa=kappa, smoothness=beta, loss_range=loss_range)
@@ -114,6 +121,7 @@ def clipped(
         {
             "clip": budget.clip, "least_clip": least, "steps": t, "step_size": h, "v": v, **asdict(a),
             "noise_multiplier": mechanism.noise_multiplier, "gradient_norm": reach,
+            "scope": cost.scope,
         },
         [
             f"c = {budget.clip:.4g} (the proof accepts {least:.4g} and more; 4 kappa log 10 = "
@@ -121,6 +129,8 @@ def clipped(
             f"a1 = {a.a1:.4g}, a2 = {a.a2:.4g}, a3 = {a.a3:.4g}",
             f"T = {t:,}, h = {h:.4g} (averaged gradients), z = {mechanism.noise_multiplier:.4g}, v = {v:.4g}",
             f"that holds: with probability 1/2 or more some state has a gradient of norm {reach:.4g} or less.",
+            f"epsilon = {show.up(cost.epsilon)} at delta = {show.up_digits(delta)}",
+            *cost.lines,
         ],
         json,
     )  # fmt: skip
@@ -192,13 +202,15 @@ def amplification(
     from modelmix_lab.report import amplification as picture
     from modelmix_lab.theory import amplification as closed
 
+    check_delta(probability("delta", delta, "the failure probability"))
     style.prepare(out)
     found = experiment.composition(z, steps, delta, np.geomspace(2, 2e5, 31))
     written = [str(path) for path in picture.draw(found, experiment.slopes(np.geomspace(1, 1e4, 41)), out)]
+    holds = relation(ZERO_OUT, "sample", None)
     needed = closed.gaussian_width_needed(1.0, steps, delta / 2)
     if json:
         data = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in vars(found).items()}
-        print(show.as_json({**data, "gaussian_width_needed": needed, "files": written}))
+        print(show.as_json({**data, "gaussian_width_needed": needed, "holds_when": holds, "files": written}))
         return
     rows = []
     for i in range(0, len(found.omega), 6):
@@ -208,10 +220,12 @@ def amplification(
              show.up(found.bernstein[i]), "-" if found.lemma[i] != found.lemma[i] else show.up(found.lemma[i])]
         )  # fmt: skip
     show.table(
-        f"Laplace noise, z = {z:g}, {steps:,} steps without sampling; fails with probability {delta:g} at most",
+        f"Laplace noise, z = {z:g}, {steps:,} steps without sampling; fails with probability {show.up_digits(delta)} "
+        "at most",
         ["omega", "mean loss", "variance", "Renyi", "Bernstein", "with the paper's lemma"],
         rows,
         [
+            f"Holds when {holds}.",
             f"1/sqrt(omega) is expected between omega = {found.window[0]:.3g} and {found.window[1]:.3g}.",
             f"The Gaussian half of the theorem says nothing below omega = {needed:.2g} (z = 1): its T * delta_0 must "
             "stay below delta/2.",

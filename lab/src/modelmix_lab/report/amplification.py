@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from modelmix._format import up_digits
 from modelmix.report import style
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ def draw(found: Composition, slopes: Sequence[Slope], path: Path) -> list[Path]:
         left.plot(
             x[inside], 0.45 * anchor * np.sqrt(x[inside][0] / x[inside]), ":", color=style.INK, label="slope -1/2"
         )
-        left.set(xscale="log", yscale="log", xlabel="mixing width omega", ylabel=f"epsilon at delta = {found.delta:g}")
+        left.set(
+            xscale="log",
+            yscale="log",
+            xlabel="mixing width omega",
+            ylabel=f"epsilon at delta = {up_digits(found.delta)}",
+        )
         left.set(xlim=(x[0], x[-1]), title=f"Laplace, z = {found.z:g}, q = 1, T = {found.steps:,}")
         left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, ncols=2)
         for line, (colour, shape) in zip(slopes, _LOOKS, strict=True):
