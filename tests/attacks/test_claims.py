@@ -374,34 +374,6 @@ def test_an_audit_of_a_stopped_run_claims_its_plan(run, tmp_path):
         assert line in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["convex", "--distance", 5, "--n", 1000],
-        ["clipped", "--kappa", 0.5, "--n", 1000],
-        ["randomness", "uniform"],
-        ["randomness", "dropout"],
-        ["amplification", "--out", "amp.png"],
-    ],
-)
-def test_no_theorem_is_asked_at_a_delta_that_says_nothing(run, tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run("theory", *command, "--delta", 0.5)
-    assert (code, out) == (2, "")
-    assert "delta = 0.5 is not allowed" in err
-    if "--n" in command:
-        code, _, err = run("theory", *command, "--delta", 0.009)
-        assert code == 2
-        assert "below 1/1000" in err
-
-
-def test_theorems_say_for_whom_they_hold(run):
-    for command in (["convex", "--distance", 5], ["clipped", "--kappa", 0.5], ["randomness", "uniform"]):
-        assert "the contribution of one sample is removed (zero-out" in " ".join(run("theory", *command)[1].split())
-        assert "zero-out" in json.loads(run("theory", *command, "--json")[1])["scope"]
-    assert "50,000, is public" in run("theory", "convex", "--distance", 5)[1]
-
-
 def test_delta_is_limited_where_no_population_is_known():
     with pytest.raises(mm.ModelMixError, match=r"above 0\.01"):
         mm.epsilon(QUIET, 0.02, steps=10)

@@ -123,11 +123,6 @@ def test_a_curve_over_a_width_takes_no_width(run, tmp_path, over):
     assert "leave --ledger out" in err
 
 
-@pytest.mark.parametrize("command", ["clipped", "convex"])
-def test_a_missing_option_names_the_help_of_its_command(run, command):
-    assert run("theory", command)[2].endswith(f"See modelmix theory {command} --help.\n")
-
-
 def test_a_resumed_folder_without_a_run_is_told(run, tmp_path):
     rng = np.random.default_rng(0)
     arrays = {f"x_{part}": rng.standard_normal((60, 3)).astype(np.float32) for part in ("train", "test")}
