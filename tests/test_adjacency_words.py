@@ -21,7 +21,12 @@ NAME = re.compile(r"add[-_]or[-_]remove", re.IGNORECASE)
 
 
 def sources():
-    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    files = [
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "lab/src").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+    ]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 

@@ -374,9 +374,10 @@ def test_an_audit_of_a_stopped_run_claims_its_plan(run, tmp_path):
         assert line in " ".join(out.split())
 
 
-def test_delta_is_limited_where_no_population_is_known():
-    with pytest.raises(mm.ModelMixError, match=r"above 0\.01"):
-        mm.epsilon(QUIET, 0.02, steps=10)
+def test_delta_is_limited_where_no_population_is_known(run):
+    code, out, err = run("epsilon", "--z", 5, "--q", 0.1, "--steps", 10, "--delta", 0.02)
+    assert (code, out) == (2, "")
+    assert "above 0.01" in err
 
 
 def test_a_constant_is_not_printed_as_the_number_of_samples(run):

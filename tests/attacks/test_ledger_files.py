@@ -178,8 +178,19 @@ def test_a_stopped_run_counts_as_its_plan_in_python_too(tmp_path):
     run, path = stopped(tmp_path / "run"), tmp_path / "loop.json"
     go(*loop(path))
     for file in (run / "ledger.json", path):
-        with pytest.raises(mm.ModelMixError, match=r"use mm.load_claim\('.*'\), which counts the plan"):
-            mm.Ledger.load(file)
+        part = mm.Ledger.load(file)  # what was taken, for those who look
+        assert part.steps == mm.load_claim(file).taken.steps > 0
+        for asked in (
+            lambda part: mm.epsilon(part, 1e-5),
+            lambda part: mm.delta(part, 1.0),
+            lambda part: mm.epsilon(part.add(A, 3), 1e-5),
+            lambda part: mm.epsilon(mm.Ledger().add(A, 3).then(part), 1e-5),
+            lambda part: mm.epsilon(part.then(mm.Ledger().add(A, 3)), 1e-5),
+            lambda part: mm.Plan.of(part),
+            lambda part: mm.plan(epsilon=8, delta=1e-5, samples=300, batch=30, steps=5, spent=part),
+        ):
+            with pytest.raises(mm.ModelMixError, match=r"use mm.load_claim\('.*'\), which counts the plan"):
+                asked(part)
     with pytest.raises(mm.ModelMixError, match=r"is a folder: use mm.load_claim"):
         mm.Ledger.load(run)
     claim = mm.load_claim(run)

@@ -125,7 +125,7 @@ def test_page_certificate_and_verify_say_the_same(run, tmp_path):
     folder = done(tmp_path / "run", nonfinite="stop", performance=mm.Performance(engine="loop"))
     told = trainer(folder, nonfinite="stop", performance=mm.Performance(engine="loop"), resume=True).guarantee
     special = [
-        line for line in (*told.assumed, *told.excluded) if re.search("whether and when|keeps nothing|test", line)
+        line for line in (*told.assumed, *told.excluded) if re.search("whether and when|keep nothing|test", line)
     ]
     assert len(special) == 3
     certified = json.loads((folder / "certificate.json").read_text())["guarantee"]
@@ -149,11 +149,11 @@ def test_an_engine_of_before_is_remembered(run, tmp_path):
     again.run(progress=False)
     assert any("keep nothing of one sample" in line for line in again.guarantee.assumed)
     assert any("test set" in line for line in again.guarantee.excluded)
-    assert "keeps nothing of one sample" in (folder / "certificate.json").read_text()
+    assert "keep nothing of one sample" in (folder / "certificate.json").read_text()
     late = tmp_path / "late"
     trainer(late).run(5, progress=False)
     trainer(late, resume=True, performance=mm.Performance(engine="loop"))
-    assert "keeps nothing of one sample" in run("verify", late)[1]
+    assert "keep nothing of one sample" in run("verify", late)[1]
 
 
 def test_a_configuration_of_before_says_what_its_settings_say(run, tmp_path):
@@ -163,7 +163,7 @@ def test_a_configuration_of_before_says_what_its_settings_say(run, tmp_path):
         assert config.pop(name)
     (folder / "config.json").write_text(json.dumps(config))
     out = " ".join(run("verify", folder)[1].split())
-    for line in ("whether and when the run stopped", "keeps nothing of one sample", "metrics on the test set"):
+    for line in ("whether and when the run stopped", "keep nothing of one sample", "metrics on the test set"):
         assert line in out
     (folder / "config.json").write_text(json.dumps({**config, "assumed": "text"}))
     assert "must be a list of sentences" in run("verify", folder)[2]

@@ -203,7 +203,7 @@ def test_the_released_configuration_never_shows_a_proved_epsilon(run, recipe, tm
     found = json.loads(again)
     assert (code, found["proved"], found["epsilon"], found["accountant"]) == (0, False, None, None)
     assert len(found["unproved"]) == 4
-    assert {row["epsilon"] for row in timeless(folder)} == {None}
+    assert {row["epsilon_if_stopping_was_fixed_beforehand"] for row in timeless(folder)} == {None}
     config = json.loads((folder / "config.json").read_text())
     claim = config.pop("claimed_epsilon")
     assert 2.9 < claim <= 3

@@ -18,7 +18,7 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.gradients import memory
-from modelmix.gradients.memory import Watch, WatchedFunction, content, tensor_content
+from modelmix.gradients.memory import Watch, WatchedFunction, _weighted_sum, content, tensor_content
 from modelmix.training import guard
 
 KEPT: dict[str, float] = {}
@@ -568,3 +568,14 @@ def test_an_account_counts_on_all_coordinates(dimension, coordinates, p, fine):
     else:
         with pytest.raises(mm.UnprovedError, match=f"counts on {dimension} coordinates and the model trains"):
             guard.check_mechanism(mechanism, coordinates)
+
+
+def test_small_changes_of_two_entries_do_not_cancel():
+    """Entries as words w and v: w + 2 v stays as it was when w rises by two and v falls by one."""
+    words = torch.tensor([1_000_000, 2_000_000], dtype=torch.int32)
+    found = set()
+    for a in range(-40, 41):
+        for b in range(-40, 41):
+            t = (words + torch.tensor([a, b], dtype=torch.int32)).view(torch.float32)
+            found.add(int(_weighted_sum(t)))
+    assert len(found) == 81 * 81

@@ -225,7 +225,8 @@ def guarantee(
     _check_by(by)
     ledger.require_proof()
     wanted = _relation(source, ledger, adjacency)
-    check_delta(delta, ledger.populations)
+    if ledger.populations:
+        check_delta(delta, ledger.populations)
     found = _replace_one(ledger, delta, by) if wanted == REPLACE_ONE else _best(ledger, delta, by)
     target = getattr(source, "target", None)
     as_planned = by == "best" and wanted == ledger.adjacency and delta == getattr(source, "delta", None)

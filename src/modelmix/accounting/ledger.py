@@ -82,6 +82,8 @@ class Ledger:
             (add-or-remove); None if it is not known, or not the same for all phases.
         seeded: whether the noise came from a seed: the epsilon then holds only against those who do not know it.
         populations: every population that is known of some phase, in order; filled in where there is one for all.
+        stopped: where it was read from, if from a run that planned more: no epsilon is made of it, because what counts
+            is the plan. It is not written down and not compared.
     """
 
     phases: tuple[Phase, ...] = field(default=())
@@ -91,6 +93,7 @@ class Ledger:
     population: int | None = None
     seeded: bool = False
     populations: tuple[int, ...] = field(default=())
+    stopped: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -147,6 +150,7 @@ class Ledger:
             said[0].population if len({(ledger.adjacency, ledger.population) for ledger in said}) == 1 else None,
             self.seeded or other.seeded,
             tuple({n for ledger in said for n in ledger.populations}),
+            self.stopped or other.stopped,
         )
 
     def starts_with(self, other: Ledger) -> bool:
@@ -176,7 +180,12 @@ class Ledger:
         raise ModelMixError(f"step {step} is past the end of a ledger of {seen} steps.")
 
     def require_proof(self) -> None:
-        """Raises ``UnprovedError`` if a rule was broken."""
+        """Raises ``UnprovedError`` if a rule was broken, and refuses what is a part of a run."""
+        if self.stopped:
+            raise ModelMixError(
+                f"{self.stopped} is of a run that planned more steps than it took, and stopping early does not lower "
+                f"epsilon: use mm.load_claim({self.stopped!r}), which counts the plan."
+            )
         if self.unproved:
             raise UnprovedError(
                 "a step does what its mechanism says",
@@ -243,9 +252,8 @@ class Ledger:
     def load(cls, path: str | Path) -> Ledger:
         """Reads a ledger file.
 
-        Raises:
-            ModelMixError: also for the ledger of a run or a loop that planned more than it took: what counts is the
-                plan, which ``mm.load_claim`` reads.
+        Of a run or a loop that planned more than it took, it is what was taken, and no epsilon is made of that: what
+        counts is the plan, which ``mm.load_claim`` reads.
         """
         from modelmix.accounting.runs import load_claim
 
@@ -254,12 +262,8 @@ class Ledger:
                 f"{path} is a folder: use mm.load_claim({str(path)!r}), which reads the folder of a run."
             )
         claim = load_claim(path)
-        if claim.ledger.steps != claim.taken.steps:
-            raise ModelMixError(
-                f"{path} has {claim.taken.steps:,} of {claim.ledger.steps:,} planned steps, and stopping early does "
-                f"not lower epsilon: use mm.load_claim({str(path)!r}), which counts the plan."
-            )
-        return claim.ledger
+        stopped = claim.ledger.steps != claim.taken.steps
+        return replace(claim.taken, stopped=str(path)) if stopped else claim.ledger
 
 
 def read_ledger(path: str | Path) -> Ledger:

@@ -316,7 +316,8 @@ class Engine:
         loss, inputs = self._ready(self._probe[0])
         parameters = {name: p.clone() for name, p in self._at_precision(own.views(own.read())).items()}
         x, y = tree_map(lambda t: t[:1], (inputs, self._probe[1]))
-        return SampleAlone(partial(ENGINES[self._one_by_one], self._model, loss, parameters, x, y, 1), x)
+        run = ENGINES[self._one_by_one]
+        return SampleAlone(lambda: run(self._model, loss, parameters, *tree_map(torch.clone, (x, y)), 1), x)
 
     def _compiled_sum(
         self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int
