@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import os
+import pickle
+import random
 import sys
 import threading
 import time
@@ -24,7 +27,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import modelmix as mm
+from modelmix.training import Randomness
 from modelmix.training.augment import apply_augmentation
+from modelmix.training.norms import private_norm_histogram
+from modelmix.training.sampling import Items, as_source, check_items_alone
 
 WIDTH, CLIP, POPULATION = 6, 0.1, 64
 
@@ -408,3 +414,299 @@ def test_class_weights_count(entry, kind):
     torch.testing.assert_close(given, wanted)
     assert not torch.allclose(given, ENTRIES[entry](Net_(), (x, y), kind()))
     assert moved(entry, lambda: (Net_(), kind(weight=weights))) <= 1.001
+
+
+# Datasets again: memories that a probe with one seed and two neighbours did not see, and ones that are none.
+
+
+class Rows(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], int(self.y[i])
+
+
+class Replays(Rows):
+    """Mixes with one of the last fifty items, once it has ten of them."""
+
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.kept = []
+
+    def __getitem__(self, i):
+        x = self.x[i]
+        mixed = x + self.kept[torch.randint(len(self.kept), ())] if len(self.kept) >= 10 else x
+        self.kept = [*self.kept, x][-50:]
+        return mixed, int(self.y[i])
+
+
+class MixesSometimes(Rows):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.last = None
+
+    def __getitem__(self, i):
+        x, last, self.last = self.x[i], self.last, self.x[i]
+        return (x + last if last is not None and random.random() < 0.5 else x), int(self.y[i])
+
+
+class MixesWithItsClass(Rows):
+    def __init__(self, x, y):
+        order = torch.argsort(y)
+        super().__init__(x[order], y[order])
+        self.last = {}
+
+    def __getitem__(self, i):
+        x, label = self.x[i], int(self.y[i])
+        last, self.last[label] = self.last.get(label, x), x
+        return x + last, label
+
+
+class CutsIntoImages(Rows):
+    """Images in NumPy, of which a printed form shows the edges only."""
+
+    def __init__(self, x, y):
+        super().__init__(np.random.default_rng(0).normal(size=(len(x), 3, 32, 32)).astype(np.float32), y)
+        self.last = None
+
+    def __getitem__(self, i):
+        image, last, self.last = self.x[i].copy(), self.last, self.x[i]
+        if last is not None:
+            image[:, 10:20, 10:20] = last[:, 10:20, 10:20]
+        return image, int(self.y[i])
+
+
+@pytest.mark.parametrize("kind", [Replays, MixesSometimes, MixesWithItsClass, CutsIntoImages])
+def test_memories_of_datasets_are_refused(kind):
+    with pytest.raises(mm.UnprovedError, match="another one after others were read"):
+        check_items_alone(kind(*samples()))
+
+
+class OneHot(Rows):
+    def __getitem__(self, i):
+        return self.x[i], F.one_hot(self.y[i], 3)
+
+
+class Named(Rows):
+    """Labels that stand for something else."""
+
+    def __getitem__(self, i):
+        return self.x[i], ("cat", "dog", "fox")[int(self.y[i])]
+
+
+class DrawsAnew(Rows):
+    def __getitem__(self, i):
+        return self.x[i] + np.random.default_rng().normal(), int(self.y[i])
+
+
+class DrawsItsOwn(Rows):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.own, self.theirs = np.random.default_rng(0), random.Random(0)
+
+    def __getitem__(self, i):
+        return self.x[i] + self.own.normal() + self.theirs.random(), int(self.y[i])
+
+
+class Holds:
+    def __init__(self, value):
+        self.value = value
+
+
+class GivesObjects(Rows):
+    def __getitem__(self, i):
+        return Holds(self.x[i]), int(self.y[i])
+
+
+class Caches(Rows):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.cache = {}
+
+    def __getitem__(self, i):
+        if i not in self.cache:
+            self.cache[i] = self.x[i] * 2
+        return self.cache[i], int(self.y[i])
+
+
+@pytest.mark.parametrize("kind", [Rows, OneHot, Named, DrawsAnew, DrawsItsOwn, GivesObjects, Caches])
+def test_datasets_that_remember_nothing_are_not_refused(kind):
+    x, y = samples()
+    y, _ = torch.sort(y)  # the last row has the last class
+    check_items_alone(kind(x, y))
+    check_items_alone(torch.utils.data.Subset(kind(x, y), torch.randperm(len(y))))
+    check_items_alone(torch.utils.data.Subset(kind(x, y), torch.arange(len(y))))
+
+
+class SeedsAll(Rows):
+    """Augments by a seed of its own, as for reproducibility, and leaves the generator so."""
+
+    def __getitem__(self, i):
+        torch.manual_seed(int(self.x[i].abs().sum() * 1000))
+        return self.x[i] + 0.01 * torch.randn(WIDTH), int(self.y[i])
+
+
+def test_an_item_that_seeds_a_generator_is_nothing_to_the_others():
+    """It chose the masks of dropout for its whole chunk."""
+    x, y = samples()
+    states = []
+    for rows in (slice(0, None), slice(0, -1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+        states.append(trained(model, SeedsAll(x[rows], y[rows]), F.cross_entropy))
+    without_seeds = []
+    for rows in (slice(0, None), slice(0, -1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+        without_seeds.append(trained(model, Rows(x[rows], y[rows]), F.cross_entropy))
+    moved_by = [float((a - b).norm()) * POPULATION / CLIP for a, b in (states, without_seeds)]
+    assert moved_by[0] <= max(1.001, 1.2 * moved_by[1])
+
+
+class Positive(nn.Module):
+    """Refuses negative numbers, takes their root, and remembers the largest where Python does not look."""
+
+    def __init__(self, raises):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.raises = nn.Linear(WIDTH, 3), raises
+
+    def forward(self, x):
+        if self.raises and float(x.min()) < 0:
+            raise ValueError("negative")
+        TOP.set(max(TOP.get(), largest(x)))
+        return self.layer(torch.sqrt(x) / TOP.get())
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("raises", [False, True])
+def test_models_of_positive_numbers_are_watched_too(entry, raises):
+    TOP.set(0.1)
+    with pytest.raises(mm.UnprovedError, match="another gradient for the same sample"):
+        moved(entry, lambda: (Positive(raises), F.cross_entropy), lambda x, y: (x.abs(), y))
+
+
+class DropsLayers(Net):
+    def forward(self, x):
+        return self.layer(x) * (2.0 if random.random() < 0.5 else 1.0)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_model_may_draw_with_python(entry):
+    x, y = samples()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ENTRIES[entry](DropsLayers(), (x, y), F.cross_entropy)
+
+
+def test_a_collate_function_that_remembers_out_of_sight_is_refused():
+    x, y = samples()
+
+    def scaled(items):
+        rows, labels = torch.utils.data.default_collate(items)
+        TOP.set(max(TOP.get(), largest(rows)))
+        return rows / TOP.get(), labels
+
+    TOP.set(0.1)
+    model = Net_()
+    loader = DataLoader(TensorDataset(x.flip(0), y), batch_size=len(y), collate_fn=scaled)
+    plan = mm.Plan.of(mm.Mechanism(1.0, 1.0), 2, delta=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def draw():
+        private = mm.make_private(model, optimizer, loader, F.cross_entropy, clip=CLIP, plan=plan)
+        return next(iter(private[2]))
+
+    with pytest.raises(mm.UnprovedError, match="collate_fn"):
+        draw()
+
+
+class OpensItsFile(Dataset):
+    """Opens its file at the first item, one handle for every worker, as is recommended."""
+
+    def __init__(self, path, n):
+        self.path, self.n, self.file = path, n, None
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if self.file is None:
+            self.file = os.open(self.path, os.O_RDONLY)
+        return torch.frombuffer(bytearray(os.pread(self.file, 4, 4 * i)), dtype=torch.int32).float(), 0
+
+
+def test_workers_open_files_of_their_own(tmp_path):
+    n = 200
+    (tmp_path / "rows").write_bytes(np.arange(n, dtype=np.int32).tobytes())
+    data = OpensItsFile(tmp_path / "rows", n)
+    mm.Trainer(
+        nn.Linear(1, 2), F.cross_entropy, data, one_step(), CLIP, 1.0, performance=mm.Performance(workers=1)
+    )  # fmt: skip
+    assert data.file is None
+    model = nn.Linear(1, 2)
+    mm.make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(data, batch_size=10, num_workers=1),
+        F.cross_entropy, clip=CLIP, plan=mm.Plan.of(mm.Mechanism(1.0, 0.05), 2, delta=1e-3),
+    )  # fmt: skip
+    assert data.file is None
+
+
+def test_what_is_asked_of_the_items_is_asked_of_the_dataset():
+    """``worker_init_fn`` of torch's documentation reaches the dataset of its worker."""
+    data = Rows(*samples())
+    items = Items(data)
+    assert items.x is data.x
+    items.handle = 3
+    assert data.handle == 3
+    assert len(pickle.loads(pickle.dumps(items))) == len(data)
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, outputs, targets):
+        losses = F.cross_entropy(outputs, targets, weight=self.weight, reduction="none")
+        return (losses * (1 - torch.exp(-losses)) ** 2).mean()
+
+
+def test_a_criterion_that_inherits_is_what_it_says():
+    x, y = samples()
+    weights = torch.tensor([1e-3, 1e-2, 3e-3])
+    found = [trained(Net_(), (x, y), kind(weight=weights)) for kind in (Focal, nn.CrossEntropyLoss)]
+    assert not torch.allclose(*found)
+
+
+def test_a_dataset_that_inherits_is_what_it_says():
+    class Half(TensorDataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return 0 * x, y
+
+    x, y = samples()
+    source = as_source(Half(x, y))
+    assert source.n == 20
+    assert not source.head(3)[0].any()
+
+
+def test_a_frozen_backbone_may_stay_in_the_optimizer():
+    x, y = samples()
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    looped(model, (x, y), F.cross_entropy)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_histogram_of_norms_of_a_model_that_remembers_is_refused():
+    TOP.set(0.1)
+    x, y = samples()
+    with pytest.raises(mm.UnprovedError, match="another gradient for the same sample"):
+        private_norm_histogram(
+            InContext(), F.cross_entropy, (x, y), mm.Mechanism(1.0, 1.0), Randomness(1).step()
+        )  # fmt: skip

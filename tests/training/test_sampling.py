@@ -684,12 +684,15 @@ def test_random_augmentation_does_not_hide_what_looks_at_others(coin):
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.float16])
 def test_every_number_of_a_row_is_disturbed(value, kind):
     row = torch.full((3,), min(value, 6e4) if kind == torch.float16 else value, dtype=kind)
-    other = sampling._another(row)
+    other = sampling._another(row, row[None])
     assert other.dtype == kind
     assert not (other == row).any()
     assert not torch.equal(other.isnan(), row.isnan()) or not row.isnan().any()
-    assert sampling._another(torch.tensor([255, 7], dtype=torch.uint8)).tolist() == [0, 8]
-    assert sampling._another(torch.tensor([True, False])).tolist() == [False, True]
+    alone, coins = torch.tensor([[255, 7]], dtype=torch.uint8), torch.tensor([[True, False]])
+    assert sampling._another(alone[0], alone).tolist() == [0, 8]
+    assert sampling._another(coins[0], coins).tolist() == [False, True]
+    labels = torch.tensor([2, 2, 0, 1])  # of one-hot vectors: 3 would be none
+    assert sampling._another(labels[0], labels) == 0
 
 
 class Remembers(Looks):
@@ -797,12 +800,14 @@ def test_a_collate_function_gives_tensors_of_one_row():
             sampling.SeparateCollate(wrong, item)
     changing = [torch.zeros(1)]
     collated = sampling.SeparateCollate(lambda batch: changing[0], item)
+    collated._expected = None  # it is another function from now on, which is not what is tried here
     changing[0] = "text"
     batch, fits = collated([item])
     assert fits.tolist() == [0.0]
     assert batch.tolist() == [0.0]
     changing[0] = (torch.zeros(1), torch.ones(1))
     collated = sampling.SeparateCollate(lambda batch: changing[0], item)
+    collated._expected = None
     changing[0] = (torch.zeros(1), "text")
     batch, fits = collated([item])
     assert fits.tolist() == [0.0]

@@ -35,13 +35,18 @@ class Labels:
             return
         _check_type(probe[1])
         device = next(model.parameters()).device
-        inputs, targets = tree_map(lambda t: t.to(device), engines.synthetic(probe))
-        try:
-            with torch.no_grad(), evaluating(model):
-                outputs = engines.universal.call(model, inputs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelMixError(f"the model fails on samples of these shapes and types: {reason}") from error
+        problem: Exception | None = None
+        for kind in ("normal", "uniform"):  # a model may refuse negative numbers
+            inputs, targets = tree_map(lambda t: t.to(device), engines.synthetic(probe, kind))
+            try:
+                with torch.no_grad(), evaluating(model):
+                    outputs = engines.universal.call(model, inputs)
+                break
+            except Exception as error:
+                problem = problem or error
+        else:
+            reason = " ".join(str(problem).split())[:200]
+            raise ModelMixError(f"the model fails on samples of these shapes and types: {reason}") from problem
         if is_classification(outputs, targets):
             self.classes = int(outputs.shape[1])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.gradients.engines import Loss, universal
+from modelmix.gradients.engines import Engine, Loss, universal
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.theory.clipping import EDGES, Array, Bias, NormHistogram, bin_of
 from modelmix.training.guard import check_model
@@ -107,11 +107,14 @@ def private_norm_histogram(
     parameters = dict(FlatParameters(model).views(FlatParameters(model).read()))
     model.eval()
     counts = np.zeros(EDGES.size + 1)
+    engine = Engine(model, loss, (inputs[:1], targets[:1]), name="loop")
+    engine.remember()
     for i in randomness.poisson_indices("norm sampling", len(targets), mechanism.sample_rate).tolist():
         x, y = inputs[i : i + 1].clone(), targets[i : i + 1].clone()
         found = universal.per_sample_loop(model, loss, parameters, x, y, 1)
         square = sum(float(g.dense().double().square().sum()) for g in found.values())
         counts[bin_of([np.sqrt(square)])[0]] += 1
+    engine.check()
     noise = randomness.gaussian("norm histogram", counts.size).numpy()
     noisy = np.round(counts + mechanism.noise_multiplier * noise)
     return NormRelease(NormHistogram(noisy, mechanism.noise_multiplier), Phase(mechanism, 1))

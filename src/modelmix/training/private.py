@@ -72,6 +72,7 @@ from modelmix.training.sampling import (
     _pair,
     arrays_of,
     check_items_alone,
+    copy_to_look_at,
 )
 
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
@@ -233,10 +234,11 @@ class _Loop:
                 "without mixing, momentum belongs to the optimizer: torch.optim.SGD(..., momentum=...)."
             )
         _check_optimizer(optimizer, model, self.rule)
-        check_items_alone(loader.dataset)
+        looked_at = copy_to_look_at(loader.dataset) if loader.num_workers else loader.dataset
+        check_items_alone(looked_at)
         check_public_model(model, arrays_of(loader.dataset, n))
-        self.collate = SeparateCollate(loader.collate_fn, loader.dataset[0])
-        probe = _pair(self.collate([loader.dataset[0]])[0])  # its shapes and dtypes, which are public
+        self.collate = SeparateCollate(loader.collate_fn, looked_at[0])
+        probe = _pair(self.collate([looked_at[0]])[0])  # its shapes and dtypes, which are public
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.labels = Labels(model, loss, probe)
@@ -640,7 +642,7 @@ class PrivateLoader:
         loop.plan.require(first)
         count = min(len(self), loop.plan.steps - first + 1)  # an epoch, or what is left of the plan
 
-        def ordered() -> Iterator[list[int]]:
+        def ordered() -> Iterator[list[tuple[int, int]]]:
             for k, draws in zip(range(count), loop.randomness.coming_steps(), strict=False):
                 q = loop.plan.mechanism_at(first + k).sample_rate
                 indices = draws.poisson_indices("sampling", loop.n, q)
@@ -652,7 +654,8 @@ class PrivateLoader:
                         continue  # a loop that was left in the middle of a draw has stepped on it
                     weights = torch.full((piece.numel(),), weight, dtype=torch.float64, device="cpu")
                     parts.append(_Part(draws, i, i + 1 == len(pieces), weights))
-                    yield piece.tolist()
+                    seed = draws.generator("items").initial_seed()
+                    yield [(index, seed) for index in piece.tolist()]
 
         batches = DataLoader(
             Items(loader.dataset),
@@ -921,6 +924,8 @@ def _check_loader(loader: Any) -> None:
             f"{type(loader).__name__} is not a DataLoader: give the loop's torch.utils.data.DataLoader."
         )
     fix = "Use a plain DataLoader over a map-style dataset; every sample must have the same chance."
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UnprovedError(POISSON, f"{type(loader).__name__} has a way of its own to make batches.", fix)
     if isinstance(loader.dataset, IterableDataset):
         raise UnprovedError(POISSON, "an IterableDataset decides itself which sample comes next.", fix)
     if type(loader.batch_sampler) is not BatchSampler:
@@ -938,10 +943,9 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None
             raise UnprovedError(
                 SAME_SET, f"{name} is trainable and not in the optimizer.", "Freeze it, or give it to the optimizer."
             )
-    own = {id(p) for p in model.parameters() if p.requires_grad}
-    if held - own:
+    if held - {id(p) for p in model.parameters()}:  # what is frozen gets no gradient, so that nothing happens to it
         raise UnprovedError(
-            SAME_SET, "the optimizer holds parameters that the model does not train.", "Give it the model's only."
+            SAME_SET, "the optimizer holds parameters that are not the model's.", "Give it the model's only."
         )
     every = (
         optimizer._optimizer_step_pre_hooks,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import itertools
+import pickle
 import random
 import warnings
 from collections import deque
@@ -105,8 +107,10 @@ class TensorSource:
         """The first samples."""
         return tree_map(lambda t: t[:count], self.inputs), tree_map(lambda t: t[:count], self.targets)
 
-    def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
-        """For every draw, its chunks."""
+    def steps(
+        self, draws: Iterable[Tensor], chunk: int, pad: bool = True, seeds: Iterable[int] | None = None
+    ) -> Iterator[Iterator[Chunk]]:
+        """For every draw, its chunks; nothing here is random, so that seeds are not needed."""
         for indices in draws:
             yield self._chunks(indices, chunk, pad)
 
@@ -138,7 +142,9 @@ class DatasetSource:
         self.dataset, self.workers = dataset, workers
         self._digest: str | None = None
         self.n = len(dataset)  # type: ignore[arg-type]
-        self._collate = SeparateCollate(None, dataset[0]) if self.n else None
+        self.looked_at = copy_to_look_at(dataset) if workers else dataset
+        """What this process reads: workers are to open their files themselves, and would share those that are open."""
+        self._collate = SeparateCollate(None, self.looked_at[0]) if self.n else None
 
     def to(self, device: torch.device) -> DatasetSource:
         return self
@@ -149,21 +155,24 @@ class DatasetSource:
 
     def head(self, count: int) -> tuple[Any, Any]:
         assert self._collate is not None
-        items = Items(self.dataset)
+        items = Items(self.looked_at)
         return _pair(self._collate([items[i] for i in range(min(count, self.n))])[0])
 
-    def steps(self, draws: Iterable[Tensor], chunk: int, pad: bool = True) -> Iterator[Iterator[Chunk]]:
+    def steps(
+        self, draws: Iterable[Tensor], chunk: int, pad: bool = True, seeds: Iterable[int] | None = None
+    ) -> Iterator[Iterator[Chunk]]:
+        """For every draw, its chunks; its items are read with random draws that come from the seed of the draw."""
         # The loader reads ahead, so what it has been asked for waits here until it arrives.
         counts: deque[int] = deque()
         weights: deque[Tensor] = deque()
 
-        def ordered() -> Iterator[list[int]]:
-            for indices in draws:
+        def ordered() -> Iterator[list[tuple[int, int]]]:
+            for indices, seed in zip(draws, itertools.count() if seeds is None else seeds, strict=False):
                 parts = list(pieces(indices, chunk, pad))
                 counts.append(len(parts))
                 for index, weight in parts:
                     weights.append(weight)
-                    yield index.tolist()
+                    yield [(i, seed) for i in index.tolist()]
 
         batches = _Lazy(ordered())
         loader = iter(
@@ -193,7 +202,7 @@ class DatasetSource:
         if self._digest is None:
             digest, salt = hashlib.blake2b(digest_size=16), b"repeatable"
             for i in range(self.n):
-                once, again = (_digest_of(self.dataset[i], salt) for _ in range(2))
+                once, again = (_digest_of(self.looked_at[i], salt) for _ in range(2))
                 if once != again:
                     self._digest = ""
                     break
@@ -206,7 +215,7 @@ class DatasetSource:
         """Of the number of samples and of some of them, where they are the same twice: a ``Dataset`` may augment."""
         digest = hashlib.blake2b(f"dataset of {self.n}".encode(), key=salt, digest_size=16)
         for i in range(0, self.n, max(1, self.n // _LOOKED_AT)):
-            once, again = (_digest_of(self.dataset[i], salt) for _ in range(2))
+            once, again = (_digest_of(self.looked_at[i], salt) for _ in range(2))
             digest.update(once if once == again else b"changing")
         return digest.hexdigest()
 
@@ -217,10 +226,10 @@ Source = TensorSource | DatasetSource
 class _Lazy:
     """Lets a loader take batches from a generator as it needs them."""
 
-    def __init__(self, batches: Iterator[list[int]]) -> None:
+    def __init__(self, batches: Iterator[list[tuple[int, int]]]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return self._batches
 
 
@@ -240,7 +249,7 @@ def as_source(data: Any, workers: int = 0) -> Source:
             "an IterableDataset decides itself which sample comes next.",
             "Give a map-style dataset, with __len__ and __getitem__.",
         )
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+    if type(data) is TensorDataset and len(data.tensors) == 2:
         data = data.tensors
     if hasattr(data, "x") and hasattr(data, "y") and not hasattr(data, "__getitem__"):
         data = (data.x, data.y)
@@ -263,10 +272,35 @@ def _digest_of(sample: Any, salt: bytes = b"") -> bytes:
     for leaf in tree_flatten(sample)[0]:
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes_of_tensor(leaf))
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            digest.update(f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes())
         else:
-            digest.update(repr(leaf).encode())
+            digest.update(_bytes_of(leaf))
     return digest.digest()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors down as they are seen, and not with all of the memory that they are a part of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            return bytes, (_bytes_of_tensor(value),)
+        return NotImplemented
+
+
+def _bytes_of(value: Any) -> bytes:
+    out = io.BytesIO()
+    try:
+        _Pickler(out).dump(value)
+    except Exception:  # an object that nobody can compare
+        return type(value).__qualname__.encode()
+    return out.getvalue()
+
+
+def _bytes_of_tensor(t: Tensor) -> bytes:
+    words: bytes = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return words
 
 
 def _tensor(value: Any) -> Tensor:
@@ -286,6 +320,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 _COPIED = 64 * 2**20  # bytes of a dataset that is copied to be tried out
+_SEEDS = 4  # a coin of one half falls both ways
 _TRIED = 8  # items that are compared
 _REPEATED = 20  # times that a change is seen before it is believed: an item may be random in a way of its own
 
@@ -307,9 +342,8 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
     _check_items_forget(dataset, n)
     if sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
         return
-    try:
-        twin = copy.deepcopy(dataset)
-    except Exception:  # open files, connections
+    twin = copy_to_look_at(dataset)
+    if twin is dataset:
         return
 
     def read(items: Iterable[int]) -> dict[int, bytes]:
@@ -322,9 +356,13 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
         row = t[changed].clone()
         moved = [i for i in looked if once[i] == again[i]]
         for _ in range(_REPEATED):
-            t[changed] = _another(row)
-            found = read(moved)
-            t[changed] = row
+            try:
+                t[changed] = _another(row, t)
+                found = read(moved)
+            except Exception:  # not a row that can be exchanged so
+                break
+            finally:
+                t[changed] = row
             back = read(moved)
             moved = [i for i in moved if found[i] != once[i] == back[i]]
             if len(moved) < 2:
@@ -338,33 +376,53 @@ def check_items_alone(dataset: Dataset[Any]) -> None:
 
 
 def _check_items_forget(dataset: Dataset[Any], n: int) -> None:
-    """Refuse items that depend on which ones were read before: those are the draw, which is private."""
+    """Refuse items that depend on which ones were read before: those are the draw, which is private.
+
+    An item of a fresh copy must be what it is on a copy of which others were read, with the same random draws. Where
+    there can be no copies it must be what it was.
+    """
+    spread = [k * (n - 1) // 9 for k in range(10)]
+    for seed in range(_SEEDS):
+        used = copy_to_look_at(dataset)
+        for target in {0, n - 1 - n // 3}:
+            fresh = used if used is dataset else copy_to_look_at(dataset)
+            if used is not dataset and _read(fresh, target, seed) != _read(copy_to_look_at(dataset), target, seed):
+                return  # random by itself, in a way that nobody can repeat
+            first = _read(fresh, target, seed)
+            for k, other in enumerate((max(0, target - 1), min(n - 1, target + 1), *spread)):
+                _read(used, other, seed + k)
+            if _read(used, target, seed) != first:
+                raise UnprovedError(
+                    ALONE,
+                    "an item of the dataset is another one after others were read, with the same random draws.",
+                    "Compute every item from its own row, keep nothing between reads, and draw from the generators of "
+                    "torch, NumPy or Python.",
+                )
+
+
+def copy_to_look_at(dataset: Any) -> Any:
+    """A copy of a dataset, if it is small and can be copied, and otherwise the dataset itself."""
+    n = len(dataset)
+    if sum(t.numel() * t.element_size() for t in arrays_of(dataset, n)) > _COPIED:
+        return dataset
+    try:
+        return copy.deepcopy(dataset)
+    except Exception:  # open files, connections
+        return dataset
+
+
+def _read(dataset: Any, i: int, seed: int) -> bytes:
+    """A digest of an item, read with draws of this seed."""
     generators = [g for g in reachable(dataset) if isinstance(g, _GENERATORS)]
     kept = [_state_of(g) for g in generators]
-
-    def read(i: int) -> bytes:
-        begin()
+    for generator in generators:
+        _seed(generator, seed)
+    try:
+        with seeded(seed):
+            return _digest_of(own_copy(dataset[i]))
+    finally:
         for generator, state in zip(generators, kept, strict=True):
             _set_state(generator, state)
-        return _digest_of(own_copy(dataset[i]))
-
-    with _same_draws() as begin:
-        dataset[0]  # what is made once is made by now
-        first, same = read(0), True
-        for others in ((), (n - 1,), (n // 2, n - 1)):
-            for i in others:
-                read(i)
-            same = same and read(0) == first
-    for generator, state in zip(generators, kept, strict=True):
-        _set_state(generator, state)
-    if same:
-        return
-    raise UnprovedError(
-        ALONE,
-        "an item of the dataset is another one after others were read, with the same random draws.",
-        "Compute every item from its own row, keep nothing between reads, and draw from the generators of torch, NumPy "
-        "or Python.",
-    )
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -376,6 +434,15 @@ def _state_of(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed)
+
+
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
@@ -385,13 +452,30 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _another(row: Tensor) -> Tensor:
-    """Return a row that differs from a given one in every number."""
-    if row.dtype == torch.bool:
-        return ~row
-    if not row.is_floating_point():
-        return row + 1
-    return torch.where(torch.isfinite(row) & (row != -3), 2 * row + 3, 1.0)
+def _another(row: Tensor, rows: Tensor) -> Tensor:
+    """Return a row that differs from a given one: of whole numbers one that is there, for they may stand for others."""
+    if row.is_floating_point() or row.is_complex():
+        return torch.where(torch.isfinite(row) & (row != -3), 2 * row + 3, 1.0)
+    different = (rows != row).reshape(len(rows), -1).any(1).nonzero()
+    if len(different):
+        return rows[different[0, 0]].clone()
+    return ~row if row.dtype == torch.bool else row + 1
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, NumPy and Python that everybody has, and put their states back on exit."""
+    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002, what a dataset may draw from
+    torch_state = torch.default_generator.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 @contextmanager
@@ -433,19 +517,40 @@ def arrays_of(holder: Any, n: int, depth: int = 4, met: set[int] | None = None) 
 
 
 class Items(Dataset[Any]):
-    """The items of a dataset, each read by its own index.
+    """The items of a dataset, each read by its own index and with random draws of its own.
 
-    torch gives a whole draw to a dataset that has ``__getitems__``, where samples could meet; this one has none.
+    torch gives a whole draw to a dataset that has ``__getitems__``, where samples could meet; this one has none. An
+    item that seeds a generator, or uses more of it than others, is nothing to the items after it or to the model.
+    Whatever else is asked of it is asked of the dataset.
     """
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any) -> None:
+        vars(self)["_dataset"] = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(vars(self)["_dataset"])
 
-    def __getitem__(self, index: int) -> Any:
-        return own_copy(self._dataset[index])
+    def __getitem__(self, item: tuple[int, int] | int) -> Any:
+        dataset = vars(self)["_dataset"]
+        if type(dataset) is TensorDataset or not isinstance(item, tuple):
+            return own_copy(dataset[item[0] if isinstance(item, tuple) else item])
+        index, seed = item
+        with seeded((seed ^ (index * 0x9E3779B97F4A7C15)) % 2**63):
+            return own_copy(dataset[index])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_dataset"], name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 def own_copy(value: Any) -> Any:
@@ -491,6 +596,10 @@ class SeparateCollate:
             raise UnprovedError(
                 ALONE, "collate_fn does not give one row for one item.", "Return one row for every sample."
             )
+        self._first = None if usual else first
+        self._expected = None if usual else self._of_first()
+        if self._expected is not None and _digest_of(self._expected) != _digest_of(self._of_first()):
+            self._expected = None  # random by itself: its contents are watched
         self._rows = [torch.zeros_like(t) for t in self._rows]
         self._said = False
 
@@ -501,9 +610,19 @@ class SeparateCollate:
         memory = WatchedFunction(self._collate, "collate_fn")
         rows = [self._row(item) for item in items]
         memory.check()
+        if self._expected is not None and _digest_of(self._expected) != _digest_of(self._of_first()):
+            raise UnprovedError(
+                ALONE,
+                "collate_fn gives another row for the same item after others.",
+                "Compute it from the item alone, and keep nothing between calls.",
+            )
         fits = torch.tensor([row is not None for row in rows], dtype=torch.float64, device="cpu")
         found = [torch.cat(parts) for parts in zip(*(row or self._rows for row in rows), strict=True)]
         return tree_unflatten(found, self._form), fits
+
+    def _of_first(self) -> Any:
+        with seeded(0):
+            return own_copy(self._collate([self._first]))
 
     def say_what_does_not_fit(self, fits: Tensor) -> None:
         """Warn the data holder, once, of items that do not count."""

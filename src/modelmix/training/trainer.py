@@ -167,7 +167,7 @@ class Trainer:
         for one in mechanisms:
             self._rule.check(one)
         if isinstance(self._source, DatasetSource):
-            check_items_alone(self._source.dataset)
+            check_items_alone(self._source.looked_at)
         check_public_model(model, self._source.arrays())
         self._labels = Labels(model, loss, self._source.head(1))
         self._check_samples()
@@ -308,6 +308,8 @@ class Trainer:
 
     def evaluate(self, test_set: Any = None, *, averaged: bool = False) -> dict[str, float | None]:
         """Accuracy and loss on held-out samples."""
+        if self._alone.locked():
+            raise ModelMixError("a run is going on: read metrics, or evaluate when it has ended.")
         source = self._test if test_set is None else as_source(test_set).to(self._device)
         if source is None:
             raise ModelMixError("there is nothing to evaluate on: give test_set.")
@@ -377,7 +379,9 @@ class Trainer:
         self._coming = Ahead(self._draws(steps))
         try:
             with Progress(steps, self._describe, progress) as bar:
-                for chunks in self._source.steps(self._coming, self._chunk_size(), self._engine.fixed_shapes):
+                seeds = (draws.generator("items").initial_seed() for draws in self._randomness.coming_steps())
+                size, padded = self._chunk_size(), self._engine.fixed_shapes
+                for chunks in self._source.steps(self._coming, size, padded, seeds):
                     self._one_step(chunks)
                     if memory is not None:
                         memory.check()

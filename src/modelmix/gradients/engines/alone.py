@@ -1,13 +1,12 @@
-"""A synthetic sample that is run before and after the private ones, to see whether they left anything behind."""
+"""Synthetic samples that are run before and after the private ones, to see whether they left anything behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from modelmix.errors import UnprovedError
 from modelmix.gradients.gradients import Gradients
@@ -19,43 +18,53 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}  # sums may be taken in 
 
 
 class SampleAlone:
-    """The gradient of one synthetic sample at fixed weights and fixed draws, which may never change.
+    """The gradients of synthetic samples at fixed weights and fixed draws, which may never change.
 
     A model that remembers earlier samples, wherever it keeps them (a script module, an extension, a context variable),
     computes another gradient for a sample that comes later. Contents that Python can reach are compared elsewhere, see
-    ``memory``; this looks at what they do. It does not see a memory that acts on some samples and not on this one.
+    ``memory``; this looks at what they do. It does not see a memory that acts on some samples and not on these.
 
     Args:
-        gradients: of the one sample, by parameter.
-        inputs: the sample, for its device.
+        gradients: of each of the samples, by parameter.
+        device: of the samples.
     """
 
-    def __init__(self, gradients: Callable[[], dict[str, Gradients]], inputs: Any) -> None:
-        self._gradients, self._device = gradients, tree_leaves(inputs)[0].device
-        self._found: dict[str, Tensor] | None = None
-        try:
-            self._found = self._now()
-        except Exception:  # a model that cannot run on synthetic samples is watched by its contents alone
-            return
+    def __init__(self, gradients: Sequence[Callable[[], dict[str, Gradients]]], device: torch.device) -> None:
+        self._device = device
+        self._samples: list[tuple[Callable[[], dict[str, Gradients]], dict[str, Tensor]]] = []
+        ran = False
+        for each in gradients:
+            try:
+                found = self._now(each)
+            except Exception:  # a model may refuse some numbers; what it is then given will say more
+                continue
+            ran = True
+            if found and all(bool(torch.isfinite(g).all()) for g in found.values()):
+                self._samples.append((each, found))
+        if ran and not self._samples:
+            warnings.warn(
+                "the model has no finite gradient on synthetic samples: whether it keeps something of samples is seen "
+                "by what Python can reach alone.",
+                stacklevel=2,
+            )
         for _ in range(_TIMES - 1):
             self.check()
 
     def check(self) -> None:
-        """Raise ``UnprovedError`` if the sample's gradient is another one than at first."""
-        if self._found is None:
-            return
-        now = self._now()
-        if now.keys() != self._found.keys() or not all(_same(now[name], g) for name, g in self._found.items()):
-            raise UnprovedError(
-                ALONE,
-                "the model or the criterion computes another gradient for the same sample after others have run.",
-                "Compute it from the sample alone; keep nothing of one forward pass, wherever that is.",
-            )
+        """Raise ``UnprovedError`` if the gradient of a sample is another one than at first."""
+        for each, found in self._samples:
+            now = self._now(each)
+            if now.keys() != found.keys() or not all(_same(now[name], g) for name, g in found.items()):
+                raise UnprovedError(
+                    ALONE,
+                    "the model or the criterion computes another gradient for the same sample after others have run.",
+                    "Compute it from the sample alone; keep nothing of one forward pass, wherever that is.",
+                )
 
-    def _now(self) -> dict[str, Tensor]:
+    def _now(self, gradients: Callable[[], dict[str, Gradients]]) -> dict[str, Tensor]:
         with draws_apart(self._device):
             torch.manual_seed(0)
-            return {name: g.dense().detach().clone() for name, g in self._gradients().items()}
+            return {name: g.dense().detach().clone() for name, g in gradients().items()}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

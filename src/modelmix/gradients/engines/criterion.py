@@ -20,7 +20,10 @@ def with_class_weights(loss: Loss) -> Loss:
     sample the weight of its class cancels. Here the weighted loss of a sample is divided by the number of its targets,
     so that a sample of a class with weight w counts w times. Every other criterion is returned as it is.
     """
-    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.weight is None or loss.reduction != "mean":
+    if type(loss) not in (nn.CrossEntropyLoss, nn.NLLLoss):  # a subclass has a meaning of its own
+        return loss
+    assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if loss.weight is None or loss.reduction != "mean":
         return loss
     own, weight = loss, loss.weight
     function: Any = F.nll_loss if isinstance(own, nn.NLLLoss) else F.cross_entropy

@@ -313,11 +313,20 @@ class Engine:
 
     def _sample_alone(self) -> SampleAlone:
         own = FlatParameters(self._original)
-        loss, inputs = self._ready(self._probe[0])
+        run, (loss, _) = ENGINES[self._one_by_one], self._ready(self._probe[0])
         parameters = {name: p.clone() for name, p in self._at_precision(own.views(own.read())).items()}
-        x, y = tree_map(lambda t: t[:1], (inputs, self._probe[1]))
-        run = ENGINES[self._one_by_one]
-        return SampleAlone(lambda: run(self._model, loss, parameters, *tree_map(torch.clone, (x, y)), 1), x)
+
+        def of(kind: str) -> dict[str, Gradients]:
+            inputs, targets = synthetic(tree_map(lambda t: t[:1], self._probe), kind)
+            return run(self._model, loss, parameters, self._ready(inputs)[1], targets, 1)
+
+        return SampleAlone(
+            [partial(of, kind) for kind in ("normal", "uniform")], next(iter(parameters.values())).device
+        )
+
+    def check(self) -> None:
+        """Refuse what the code of model or criterion has kept since ``remember``."""
+        self._require_unchanged()
 
     def _compiled_sum(
         self, parameters: dict[str, Tensor], batch: tuple[Any, Any], weights: Tensor, clip: Clip, copies: int

@@ -122,7 +122,7 @@ def per_sample(
         return value, (tensors, value.detach()) if kept is not None else ()
 
     each = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
-    with any_speed(), samples_apart():
+    with any_speed(), samples_apart(), _python_apart():
         found, aside = each(chosen, split(inputs, copies), split(targets, copies))
     if kept is not None:
         tensors = iter(t.flatten(0, 1) if t.dim() > 1 else t for t in aside[0])
@@ -198,10 +198,17 @@ def per_sample_loop(
 @contextmanager
 def _generators_apart(device: torch.device) -> Iterator[None]:
     """Put the states of torch's, Python's and numpy's generators back on exit."""
+    with _python_apart(), draws_apart(device):
+        yield
+
+
+@contextmanager
+def _python_apart() -> Iterator[None]:
+    """Seed Python's and numpy's generators as torch's was seeded, and put their states back on exit."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002, models may draw from the old one
     try:
-        with draws_apart(device):
-            yield
+        _seed_python(torch.initial_seed())
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
@@ -209,8 +216,12 @@ def _generators_apart(device: torch.device) -> Iterator[None]:
 
 def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
+    _seed_python(seed)
+
+
+def _seed_python(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
 def _detached(value: Any) -> Any:
