@@ -43,8 +43,8 @@ SEEDED = (
     "seed, and nothing of it can be published as a guarantee"
 )
 SEPARATE_ROWS = (
-    "every row of the training data was made from one sample alone, e.g. not normalised with the mean of the whole "
-    "dataset"
+    "every row of the training data was made from one sample alone, whichever were read before it, e.g. not normalised "
+    "with the mean of the whole dataset"
 )
 PUBLIC_START = (
     "the model, its initial weights, the criterion and the settings were chosen without these samples, or spent "

@@ -78,7 +78,8 @@ from modelmix.training.sampling import (
 ONE_DRAW = "every step uses one fresh draw, and every draw is a step"
 _LOOP = (
     "what the loop prints or does with training samples, their outputs and losses: for instance learning rates and "
-    "settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch"
+    "settings of the optimizer chosen by them, by ReduceLROnPlateau or by the size of a batch, and what it writes into "
+    "the dataset or the collate function"
 )
 _CRITERION = (
     "Use the model, loader and criterion that make_private returned, on the loader's batches as they are: "
