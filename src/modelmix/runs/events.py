@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modelmix.errors import ModelMixError
 from modelmix._files import write_atomically
+from modelmix.errors import ModelMixError
 
 
 def _crc_table() -> list[int]:

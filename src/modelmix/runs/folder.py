@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelmix._files import TEMPORARY, lock, sync_folder, write_atomically
 from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import SCHEMA, VERSION
 from modelmix.errors import ModelMixError
-from modelmix._files import TEMPORARY, lock, sync_folder, write_atomically
 
 __all__ = ["SCHEMA", "VERSION", "RunFolder"]
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from modelmix._files import write_atomically
+from modelmix._format import up
 from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.accounting.runs import TEST_METRICS, Claim
-from modelmix._files import write_atomically
-from modelmix._format import up
 from modelmix.runs import page_plots as plots
 from modelmix.runs import words
 from modelmix.runs.page_data import Run, read_run
