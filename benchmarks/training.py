@@ -178,12 +178,11 @@ def trainer(task: Task, noise: float, option: str, size: int | None) -> Steps:
         task.model(),
         nn.CrossEntropyLoss(),
         (task.x, task.y),
-        mm.Mechanism(noise, task.rate, width),
+        mm.Plan.of(mm.Mechanism(noise, task.rate, width), 10**6),
         clip=recipe.clip,
         lr=recipe.schedule("lr"),
-        rule=rule,
-        ema=recipe.ema,
-        performance=mm.Performance(device=task.device, engine=engine, chunk=size),
+        rule=mm.Rule(rule, ema=recipe.ema),
+        options=mm.RunOptions(performance=mm.Performance(device=task.device, engine=engine, chunk=size)),
     )
 
     def run(steps: int) -> None:
@@ -199,15 +198,16 @@ def make_private(task: Task, noise: float, option: str, size: int | None) -> Ste
     import modelmix as mm
 
     model = task.model()
-    model, optimizer, loader = mm.make_private(
+    model, optimizer, loader, criterion = mm.make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=task.recipe.schedule("lr").at(1)),
         task.loader(shuffle=True),
-        mechanism=mm.Mechanism(noise, task.rate),
+        nn.CrossEntropyLoss(),
+        plan=mm.Plan.of(mm.Mechanism(noise, task.rate), 10**6),
         clip=task.recipe.clip,
-        chunk=size,
+        options=mm.LoopOptions(chunk=size),
     )
-    criterion, batches = nn.CrossEntropyLoss(), endless(loader)
+    batches = endless(loader)
 
     def run(steps: int) -> None:
         end = optimizer.ledger.steps + steps

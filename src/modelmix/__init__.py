@@ -23,7 +23,20 @@ if TYPE_CHECKING:  # so that types are known where nothing is loaded before it i
     from modelmix.accounting.mechanism import Mechanism, equal_variance_gaussian, mixing_width
     from modelmix.accounting.plan import Plan, plan
     from modelmix.accounting.runs import load_claim
-    from modelmix.training import Clip, Embedding, Performance, Schedule, Trainer, clipped_sum, make_private
+    from modelmix.training import (
+        Augment,
+        Callback,
+        Clip,
+        Embedding,
+        LoopOptions,
+        Performance,
+        Rule,
+        RunOptions,
+        Schedule,
+        Trainer,
+        clipped_sum,
+        make_private,
+    )
 
 # Loading numpy, scipy and torch takes longer than most programs that import this package need.
 _HOMES = {
@@ -37,13 +50,28 @@ _HOMES = {
     "accounting.mechanism": ("Mechanism", "equal_variance_gaussian", "mixing_width"),
     "accounting.plan": ("Plan", "plan"),
     "accounting.runs": ("load_claim",),
-    "training": ("Clip", "Embedding", "Performance", "Schedule", "Trainer", "clipped_sum", "make_private"),
+    "training": (
+        "Augment",
+        "Callback",
+        "Clip",
+        "Embedding",
+        "LoopOptions",
+        "Performance",
+        "Rule",
+        "RunOptions",
+        "Schedule",
+        "Trainer",
+        "clipped_sum",
+        "make_private",
+    ),
 }
 _HOME = {name: f"modelmix.{home}" for home, names in _HOMES.items() for name in names}
 _NAMESPACES = ("accounting", "auditing", "config", "data", "features", "gradients", "models", "runs", "training")
 
 __all__ = [
+    "Augment",
     "BudgetExceeded",
+    "Callback",
     "Clip",
     "Embedding",
     "EmbeddingMechanism",
@@ -52,11 +80,14 @@ __all__ = [
     "Laplace",
     "Law",
     "Ledger",
+    "LoopOptions",
     "Mechanism",
     "Mixed",
     "ModelMixError",
     "Performance",
     "Plan",
+    "Rule",
+    "RunOptions",
     "Schedule",
     "Trainer",
     "UnprovedError",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from modelmix.config.recipe import Recipe
     from modelmix.data import DataSet
     from modelmix.features.cache import Transform
+    from modelmix.training.rules import Rule
 
 Arrays = Mapping[str, Any]
 """x_train, y_train, x_test, y_test."""
@@ -101,6 +102,8 @@ IMAGES: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {}
 """Synthetic images by which features are whitened: count, side, generator -> uint8 N x 3 x side x side."""
 MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {}
 """Networks: shape of a sample, number of classes -> a new network."""
+RULES: dict[str, Callable[..., Rule]] = {}
+"""Rules of steps that train and prove nothing: model, whether gradients are embedded, fields of ``Rule`` -> a rule."""
 STARTS: list[Callable[[str, nn.Module], None]] = []
 """Put the weights that ``prior`` of a recipe names into a network; the last one counts."""
 ATTACKS: list[Callable[[Ledger, float, int, bool], list[dict[str, Any]]]] = []

@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
+import planned
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -360,7 +361,7 @@ def moved_by_trainer(dataset, workers):
 def moved_by_loop(dataset, collate):
     model, loader = Pixels(), DataLoader(dataset, batch_size=60, collate_fn=collate)
     plan = mm.Plan.of(mm.Mechanism(1.0, 1.0), 1)
-    model, optimizer, loader, criterion = mm.make_private(
+    model, optimizer, loader, criterion = planned.make_private(
         model, torch.optim.SGD(model.parameters(), lr=60.0), loader, nn.CrossEntropyLoss(), plan=plan, clip=C, seed=1
     )
     for x, y in loader:
@@ -398,7 +399,7 @@ def private_loop(plan, n=40, lr=1.0, model=None, **options):
     model = model or nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 3))
     loader = DataLoader(TensorDataset(x, y), batch_size=round(plan.phases[0].mechanism.sample_rate * n))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return mm.make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=plan, clip=1.0, **options)
+    return planned.make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=plan, clip=1.0, **options)
 
 
 @pytest.mark.parametrize("rate", [-1.0, -0.2, 0.0, math.nan, math.inf])
@@ -497,7 +498,7 @@ def test_evaluation_between_epochs_and_another_order_of_calls_are_no_choice():
 
 def test_the_key_of_coming_noise_is_not_copied():
     one = Trainer(nn.Linear(WIDTH, 3), F.cross_entropy, samples(20), mm.Mechanism(1.0, 0.5), clip=1.0, lr=0.1)
-    for thing in (one, one._randomness):
+    for thing in (one, one._step.randomness):
         with pytest.raises((mm.ModelMixError, TypeError)):
             copy.deepcopy(thing)
     assert one.run(1, progress=False).step == 1
@@ -512,7 +513,7 @@ def test_two_threads_do_not_run_one_trainer(monkeypatch):
         go_on.wait(20)
         genuine(self, chunks)
 
-    monkeypatch.setattr(mm.Trainer, "_one_step", slow)
+    monkeypatch.setattr(mm.Trainer, "_take_step", slow)
     other = threading.Thread(target=lambda: one.run(1, progress=False))
     other.start()
     assert inside.wait(20)
@@ -601,7 +602,7 @@ def test_a_loop_writes_nothing_of_its_batch_into_what_the_pass_reads(what):
         model = Signed()
         SIGN.fill_(1.0)
         loader = DataLoader(TensorDataset(x, y), batch_size=40)
-        model, optimizer, loader, private = mm.make_private(
+        model, optimizer, loader, private = planned.make_private(
             model, torch.optim.SGD(model.parameters(), lr=40.0), loader, criterion, clip=C, seed=1,
             plan=mm.Plan.of(mm.Mechanism(1.0, 1.0), 2),
         )  # fmt: skip

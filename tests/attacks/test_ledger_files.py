@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import planned
 import pytest
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ def loop(ledger: Path, steps: int = 10):
     model = nn.Linear(5, 2)
     loader, optimizer = DataLoader(TensorDataset(X, Y), batch_size=30), torch.optim.SGD(model.parameters(), lr=0.1)
     plan = mm.Plan.of(A, steps, delta=1e-4)
-    return mm.make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=plan, clip=1.0, ledger=ledger)
+    return planned.make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=plan, clip=1.0, ledger=ledger)
 
 
 def go(model, optimizer, loader, criterion) -> None:
@@ -116,9 +117,13 @@ def test_a_look_is_added_to_what_the_file_holds_then(look, tmp_path, monkeypatch
 
 def test_of_two_loops_on_one_file_one_steps(tmp_path, monkeypatch):
     """Both had checked, both wrote, and the file had one of the two steps."""
-    from modelmix.training import private
+    from modelmix.training import loop_account
 
-    path, write, loops = tmp_path / "l.json", private.write_atomically, [loop(tmp_path / "l.json") for _ in range(2)]
+    path, write, loops = (
+        tmp_path / "l.json",
+        loop_account.write_atomically,
+        [loop(tmp_path / "l.json") for _ in range(2)],
+    )
     together = threading.Barrier(2, timeout=1)
 
     def late(place, *rest, **more):
@@ -127,7 +132,7 @@ def test_of_two_loops_on_one_file_one_steps(tmp_path, monkeypatch):
                 together.wait()  # where both have compared the file with what they wrote
         write(place, *rest, **more)
 
-    monkeypatch.setattr(private, "write_atomically", late)
+    monkeypatch.setattr(loop_account, "write_atomically", late)
     found = in_parallel(lambda k: go(*loops[k]), 2)
     assert sorted(type(error).__name__ for error in found) == ["NoneType", "UnprovedError"]
     assert load_claim(path).taken.steps == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
+import planned
 import pytest
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def loop(a_plan, criterion=None, model=None, x=X, **options):
     torch.manual_seed(0)
     model = model or nn.Linear(4, 2)
     loader, optimizer = DataLoader(TensorDataset(x, Y), batch_size=N), torch.optim.SGD(model.parameters(), lr=0.1)
-    return mm.make_private(
+    return planned.make_private(
         model, optimizer, loader, criterion or nn.CrossEntropyLoss(), plan=a_plan, clip=1.0, **options
     )
 
@@ -194,7 +195,7 @@ def test_an_augmentation_that_remembers_is_refused():
 
     x = X.clone()
     x[0] = 1e5
-    trainer = mm.Trainer(
+    trainer = planned.Trainer(
         nn.Linear(4, 2), nn.CrossEntropyLoss(), (x, Y), plan(1.0, 3), clip=1.0, lr=0.1, augment=Brighter()
     )
     with pytest.raises(mm.UnprovedError):

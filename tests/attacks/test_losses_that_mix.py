@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import planned
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,7 +31,7 @@ def private(x, y, criterion, model=None, dataset=None, **options):
     loader = DataLoader(TensorDataset(x, y) if dataset is None else dataset, batch_size=N, **options)
     plan = mm.Plan.of(mm.Mechanism(1e-9, 1.0), 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    return mm.make_private(model, optimizer, loader, criterion, plan=plan, clip=C, seed=1)
+    return planned.make_private(model, optimizer, loader, criterion, plan=plan, clip=C, seed=1)
 
 
 def moved(x, y, criterion, **options) -> torch.Tensor:

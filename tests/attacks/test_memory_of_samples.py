@@ -20,6 +20,7 @@ import types
 import warnings
 
 import numpy as np
+import planned
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -50,7 +51,7 @@ def one_step():
 def trained(model, data, loss):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="samples run one at a time")
-        trainer = mm.Trainer(model, loss, data, one_step(), CLIP, 1.0, seed=3)
+        trainer = planned.Trainer(model, loss, data, one_step(), CLIP, 1.0, seed=3)
         trainer.run()
     return trainer.state.last
 
@@ -61,7 +62,7 @@ def looped(model, data, loss):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="samples run one at a time")
         loader = DataLoader(data, batch_size=len(data))
-        model, optimizer, loader, criterion = mm.make_private(
+        model, optimizer, loader, criterion = planned.make_private(
             model, torch.optim.SGD(model.parameters(), lr=1.0), loader, loss, clip=CLIP, plan=one_step(), seed=3
         )
         for x, y in loader:
@@ -644,7 +645,7 @@ def test_workers_open_files_of_their_own(tmp_path):
     n = 200
     (tmp_path / "rows").write_bytes(np.arange(n, dtype=np.int32).tobytes())
     data = OpensItsFile(tmp_path / "rows", n)
-    mm.Trainer(
+    planned.Trainer(
         nn.Linear(1, 2), F.cross_entropy, data, one_step(), CLIP, 1.0, performance=mm.Performance(workers=1)
     )  # fmt: skip
     assert data.file is None

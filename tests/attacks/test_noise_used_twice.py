@@ -15,6 +15,7 @@ import math
 import shutil
 from itertools import pairwise
 
+import planned
 import pytest
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def loop(mechanism, x=X, seed=None, lr=1.0, ledger=None):
     model = nn.Linear(400, 1, bias=False)
     loader = DataLoader(TensorDataset(x, Y), batch_size=32)
     plan = mm.Plan.of(mechanism, 50)
-    return mm.make_private(
+    return planned.make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=lr),
         loader,
@@ -111,7 +112,7 @@ def test_no_key_is_in_a_state_dict():
     steps(model, optimizer, loader, criterion, 2)
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
-    key = optimizer._loop.randomness._key
+    key = optimizer._loop.step.randomness._key
     assert key not in buffer.getvalue()
     assert key.hex().encode() not in buffer.getvalue()
 
@@ -156,7 +157,7 @@ def trainer(folder, mechanism=PLAIN, data=None, loss=product, **options):
     torch.manual_seed(0)
     model = nn.Linear(400, 1, bias=False)
     data = (X, Y) if data is None else data
-    return mm.Trainer(model, loss, data, mm.Plan.of(mechanism, 9), clip=1.0, lr=1.0, folder=folder, **options)
+    return planned.Trainer(model, loss, data, mm.Plan.of(mechanism, 9), clip=1.0, lr=1.0, folder=folder, **options)
 
 
 @MECHANISMS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 
+import planned
 import pytest
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ def rms(moves: list[torch.Tensor], mixing_width: float) -> float:
 
 def scale_of_trainer(n: int, mixing_width: float, **plan: object) -> tuple[float, mm.Guarantee]:
     """The attacker's statistic: the root mean square of the moves between released states, and the claim."""
-    trainer = mm.Trainer(
+    trainer = planned.Trainer(
         Silent(), flat, data(n), mm.plan(**PLAN, **plan, mixing_width=mixing_width), clip=1.0, lr=1.0, rule="plain"
         if not mixing_width else None,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+import planned
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ import modelmix as mm
 from modelmix.cli import main
 from modelmix.runs.page import write_report
 from modelmix.runs.record import PUBLISHED
+from modelmix.training.checkpoint import RunFiles
 
 X = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(300) % 2
@@ -36,7 +38,9 @@ def run(capsys):
 
 def trainer(folder: Path, plan: mm.Plan = PLAN, **more) -> mm.Trainer:
     torch.manual_seed(0)
-    return mm.Trainer(nn.Linear(5, 2), nn.CrossEntropyLoss(), (X, Y), plan, clip=1.0, lr=0.1, folder=folder, **more)
+    return planned.Trainer(
+        nn.Linear(5, 2), nn.CrossEntropyLoss(), (X, Y), plan, clip=1.0, lr=0.1, folder=folder, **more
+    )
 
 
 def published(folder: Path) -> set[str]:
@@ -89,7 +93,7 @@ def test_steps_that_are_kept_withdraw_what_does_not_count_them(tmp_path, monkeyp
     before = (folder / "certificate.json").read_text()
     t = trainer(folder, resume=True)
     assert (folder / "certificate.json").read_text() == before, "nothing has changed yet"
-    monkeypatch.setattr(type(t), "_finish", lambda self: None)  # killed after the last step is kept
+    monkeypatch.setattr(RunFiles, "finish", lambda self: None)  # killed after the last step is kept
     t.run(2, progress=False)
     assert published(folder) == set()
     monkeypatch.undo()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import warnings
 
+import planned
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -274,7 +275,7 @@ def test_a_trainer_is_as_strict_as_the_engine(name):
     for data in (x, other):
         try:
             plan = mm.Plan.of(mm.Mechanism(1.0, 0.5), 1)
-            trainer = mm.Trainer(ATTACKS[name](), F.cross_entropy, (data, y), plan, clip=C, lr=20.0, seed=1)
+            trainer = planned.Trainer(ATTACKS[name](), F.cross_entropy, (data, y), plan, clip=C, lr=20.0, seed=1)
             states.append(trainer.run(1, progress=False).state.last)
         except UnprovedError:
             if name != "remembers":

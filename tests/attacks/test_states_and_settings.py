@@ -11,6 +11,7 @@ import copy
 import shutil
 import threading
 
+import planned
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -43,14 +44,14 @@ def plan(steps=1, width=0.0, q=1.0):
 
 def trained(model, data, **options):
     """One seeded step at a learning rate of B: weights move by the clipped sum and noise that is always the same."""
-    mm.Trainer(model, F.cross_entropy, data, plan(), C, float(N), seed=1, **options).run(progress=False)
+    planned.Trainer(model, F.cross_entropy, data, plan(), C, float(N), seed=1, **options).run(progress=False)
     return model
 
 
 def loop_over(model, data, optimizer=None, steps=1, width=0.0, q=1.0, **options):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=float(N))
     loader = DataLoader(data, batch_size=int(N * q))
-    return mm.make_private(
+    return planned.make_private(
         model, optimizer, loader, nn.CrossEntropyLoss(), clip=C, plan=plan(steps, width, q), **options
     )
 
@@ -310,7 +311,7 @@ class Writes(nn.Module):
 def test_what_a_refused_pass_has_written_is_in_no_released_state():
     x, y = samples(odd=True)
     model = Writes()
-    trainer = mm.Trainer(model, F.cross_entropy, (x.double(), y), plan(), C, 1.0, seed=1)
+    trainer = planned.Trainer(model, F.cross_entropy, (x.double(), y), plan(), C, 1.0, seed=1)
     before = trainer.state.last.clone()
     with pytest.raises(mm.UnprovedError):
         trainer.run(progress=False)
@@ -344,7 +345,7 @@ def test_no_engine_is_chosen_by_the_size_of_a_draw():
         some = mm.plan(epsilon=3.0, delta=1e-4, steps=1, sample_rate=1.0, population=100)
         model = Sized()
         loader = DataLoader(TensorDataset(x[:n], torch.ones(n, dtype=torch.long)), batch_size=100)
-        model, optimizer, draws, criterion = mm.make_private(
+        model, optimizer, draws, criterion = planned.make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=100.0),
             loader,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import planned
 import pytest
 import torch
 from torch import nn
@@ -14,8 +15,10 @@ from modelmix.accounting.guarantee import guarantee
 from modelmix.auditing.bounds import epsilon_lower_bound
 from modelmix.auditing.training import attack
 from modelmix.gradients.clipping import Clip
-from modelmix.training import randomness, rules, trainer
+from modelmix.training import randomness, rules
+from modelmix.training.checkpoint import RunFiles
 from modelmix.training.embedding import EmbeddingClip
+from modelmix.training.sums import GradientSum
 
 DELTA = 1e-2
 
@@ -34,11 +37,11 @@ def many(mechanism, runs, **options):
 HONEST = {
     "plain": (mm.Mechanism(1.0, 1.0), {}),
     "mix": (mm.Mechanism(0.7, 1.0, 2.0), {}),
-    "mix, paper's padding": (mm.Mechanism(0.7, 1.0, 2.0), {"padding": "paper"}),
+    "mix, paper's padding": (mm.Mechanism(0.7, 1.0, 2.0), {"rule": mm.Rule(padding="paper")}),
     "mix, p": (mm.Mechanism(0.5, 1.0, 3.0, p=4), {}),
     "mix, Laplace": (mm.Mechanism(0.8, 1.0, 1.0, law="laplace"), {}),
-    "alternate": (mm.Mechanism(0.7, 1.0, 2.0), {"rule": "alternate"}),
-    "momentum": (mm.Mechanism(0.7, 1.0, 2.0), {"momentum": 0.9}),
+    "alternate": (mm.Mechanism(0.7, 1.0, 2.0), {"rule": mm.Rule("alternate")}),
+    "momentum": (mm.Mechanism(0.7, 1.0, 2.0), {"rule": mm.Rule(momentum=0.9)}),
     "subsampled": (mm.Mechanism(0.7, 0.5, 1.0), {}),
 }
 
@@ -190,7 +193,7 @@ def _steps_of_one_world(present: bool, mechanism) -> np.ndarray:
     """Ten samples pull one way, the canary the other way; at q = 1 every step is a trial of its own."""
     x = torch.tensor([[1.0]] * 10 + [[-1.0 if present else 0.0]], dtype=torch.float64)
     plan = mm.Plan.of(mechanism, 700)
-    run = trainer.Trainer(
+    run = planned.Trainer(
         Pull(1), lambda outputs, targets: outputs.sum(), (x, torch.zeros(11)), plan, 1.0, 1.0, seed=int(present)
     )
     states = [run.state.last.item()]
@@ -202,19 +205,19 @@ def _steps_of_one_world(present: bool, mechanism) -> np.ndarray:
 
 def test_division_by_the_drawn_size(monkeypatch):
     """With the canary the mean of the others moves as well, so that its pull counts nearly twice."""
-    monkeypatch.setattr(trainer.Trainer, "_measure", lambda self: None)  # the epsilon of each of 2,800 runs of one step
+    monkeypatch.setattr(RunFiles, "measure", lambda self, test: None)  # the epsilon of each of 2,800 runs of one step
     mechanism = mm.Mechanism(1.0, 1.0)
     claimed = claim(mechanism)
-    honest = trainer.Trainer._clipped_sum
+    honest = GradientSum.__call__
 
     def by_drawn(self, *arguments):
-        total, met = honest(self, *arguments)
-        drawn = int((self._source.inputs != 0).sum())  # a sample without gradient stands for one that is not there
-        return total * 11 / drawn, met
+        met = honest(self, *arguments)
+        drawn = int((met.norms != 0).sum())  # a sample without gradient stands for one that is not there
+        return replace(met, total=met.total * 11 / drawn)
 
     found = epsilon_lower_bound(*(_steps_of_one_world(present, mechanism) for present in (False, True)), DELTA)
     assert found.epsilon < claimed
-    monkeypatch.setattr(trainer.Trainer, "_clipped_sum", by_drawn)
+    monkeypatch.setattr(GradientSum, "__call__", by_drawn)
     found = epsilon_lower_bound(*(_steps_of_one_world(present, mechanism) for present in (False, True)), DELTA)
     assert found.epsilon > claimed
 
@@ -223,9 +226,9 @@ def test_momentum_on_raw_noisy_gradients():
     """Forty steps: the sum of what is seen averages the mixing out, because every noisy gradient comes back."""
     mechanism, steps = mm.Mechanism(1.0, 1.0, 100.0), 40
     claimed = claim(mechanism, steps, LARGE)
-    sound = many(mechanism, 6, canaries=600, steps=steps, momentum=0.9)
+    sound = many(mechanism, 6, canaries=600, steps=steps, rule=mm.Rule(momentum=0.9))
     assert sound.two_worlds(LARGE, sound.total()).epsilon < claimed
-    raw = many(mechanism, 6, canaries=600, steps=steps, momentum=0.9, rule="released")
+    raw = many(mechanism, 6, canaries=600, steps=steps, rule=planned.RawMomentum("released", momentum=0.9))
     assert raw.two_worlds(LARGE, raw.total()).epsilon > claimed
 
 

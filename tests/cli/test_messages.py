@@ -8,6 +8,7 @@ import json
 import sys
 
 import numpy as np
+import planned
 import pytest
 import torch
 from torch import nn
@@ -168,4 +169,4 @@ def test_only_what_was_given_beside_a_plan_is_named(given, said):
     model = nn.Linear(3, 2)
     loader, optimizer = DataLoader(TensorDataset(X, Y), batch_size=30), torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(mm.ModelMixError, match=said):
-        mm.make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=PLAN, clip=1.0, **given)
+        planned.make_private(model, optimizer, loader, nn.CrossEntropyLoss(), plan=PLAN, clip=1.0, **given)

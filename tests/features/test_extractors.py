@@ -490,7 +490,7 @@ def test_a_recipe_trains_a_linear_model_on_them_and_says_which(module, tmp_path,
         folder=tmp_path / "run",
         performance=Performance(device="cpu"),
     )
-    torch.testing.assert_close(trainer._source.inputs, F.normalize(IMAGES.float().mean((2, 3)), dim=1))
+    torch.testing.assert_close(trainer._task.source.inputs, F.normalize(IMAGES.float().mean((2, 3)), dim=1))
     trainer.run(2, progress=False)
     assert len(trainer.ledger.phases) == 1  # features of each image alone cost nothing
     said = json.loads((tmp_path / "run" / "config.json").read_text())["features"]

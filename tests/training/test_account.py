@@ -81,9 +81,9 @@ def test_every_step_clips_as_its_phase_says(monkeypatch):
 
 def test_a_step_that_is_in_the_ledger_is_not_taken_with_another_mechanism():
     t = trainer(mm.Mechanism(1.0, 0.1))
-    t._account(1, mm.Mechanism(1.0, 0.1))
+    t._step.account.add(1, mm.Mechanism(1.0, 0.1))
     with pytest.raises(mm.UnprovedError, match="the mechanism that its ledger line names"):
-        t._account(1, mm.Mechanism(0.5, 0.1))
+        t._step.account.add(1, mm.Mechanism(0.5, 0.1))
     assert t.ledger.phases == mm.Ledger().add(mm.Mechanism(1.0, 0.1)).phases
 
 

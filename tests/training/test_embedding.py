@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from known import Known
-from planned import Trainer
+from planned import Trainer, make_private
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +24,7 @@ from modelmix.gradients.clipping import MARGIN
 from modelmix.gradients.engines import Engine, compiled
 from modelmix.gradients.gradients import Dense, Outer, Rows
 from modelmix.training import embedding as module
-from modelmix.training import make_private, random_labels
+from modelmix.training import random_labels
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
 
 SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
@@ -552,7 +552,7 @@ def test_noise_of_both_releases_has_its_size(mechanism):
     run = Trainer(Push(d), product, (x, torch.zeros(4)), mechanism, clip=c1, lr=1.0, embedding=embedding, seed=5)
     along, across = [], []
     for _ in range(steps):
-        draws = run._randomness.step()
+        draws = run._step.randomness.step()
         rows = [Known(Dense(embedding.source.inputs))]
         v = dense(find_basis(embedding.layout(d), rows, draws.generator("basis")))
         before = run.state
@@ -588,7 +588,7 @@ def test_a_step_is_the_algorithm():
         return torch.stack(found)
 
     source = public().source
-    g, generator = rows(source.inputs, source.targets), run._randomness.step().generator("basis")
+    g, generator = rows(source.inputs, source.targets), run._step.randomness.step().generator("basis")
     layout = public().layout(g.shape[1])
     starts = [torch.randn(p.stop - p.start, k, generator=generator, dtype=torch.float64) for p, k in layout]
     blocks = [torch.linalg.qr(g[:, p].T @ g[:, p] @ o).Q for (p, _), o in zip(layout, starts, strict=True)]

@@ -222,7 +222,8 @@ import modelmix as mm
 
 def make(folder, resume):
     mm.Trainer(nn.Linear(4, 3), nn.CrossEntropyLoss(), (torch.ones(9, 4), torch.ones(9).long()),
-               mm.Plan.of(mm.Mechanism(1.0, 0.5, 2.0), 9), clip=1.0, lr=0.1, folder=folder, resume=resume)
+               mm.Plan.of(mm.Mechanism(1.0, 0.5, 2.0), 9), clip=1.0, lr=0.1, folder=folder,
+               options=mm.RunOptions(resume=resume))
 
 make(None, False)  # imports what the other user may not read
 os.setgid(65534), os.setuid(65534)
@@ -735,12 +736,12 @@ def test_a_checkpoint_does_not_hold_the_noise_of_the_past(tmp_path):
     one = make(tmp_path, seed=None)
     keys, stored = [], b""
     for _ in range(4):
-        keys.append(one._randomness._key)
+        keys.append(one._step.randomness._key)
         one.run(1)
         stored = b"".join(content(tmp_path).values())
     meta = RunFolder(tmp_path).load_checkpoint()[1]
     now = meta["randomness"]["key"]
-    assert bytes.fromhex(now) == one._randomness._key
+    assert bytes.fromhex(now) == one._step.randomness._key
     texts = [now, meta["salt"], meta["fingerprint"]]
     for key in keys:
         assert key not in stored

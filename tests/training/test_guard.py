@@ -10,9 +10,10 @@ import pickle
 import sys
 
 import numpy as np
+import planned
 import pytest
 import torch
-from planned import Trainer, as_plan
+from planned import Trainer, as_plan, make_private
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import (
@@ -27,7 +28,7 @@ from torch.utils.data import (
 )
 
 import modelmix as mm
-from modelmix.training import make_private, rules
+from modelmix.training import rules
 
 N = 40
 X, Y = torch.randn(N, 6, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2
@@ -535,7 +536,7 @@ def test_a_label_the_model_has_no_output_for_counts_as_zero_in_a_loop():
         model = nn.Linear(4, 2)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=20)
         plan = mm.Plan.of(mm.Mechanism(1.0, 1.0), 1, delta=1e-3)
-        model, optimizer, loader, criterion = mm.make_private(
+        model, optimizer, loader, criterion = planned.make_private(
             model, torch.optim.SGD(model.parameters(), lr=1.0), loader, F.cross_entropy, clip=0.1, plan=plan, seed=1
         )
         for x, y in loader:

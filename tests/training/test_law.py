@@ -17,7 +17,7 @@ from scipy import stats
 from torch import nn
 
 import modelmix as mm
-from modelmix.training import rules
+from modelmix.training import rules, step
 
 STEPS, WIDTH = 40, 140
 D = WIDTH * WIDTH
@@ -108,8 +108,8 @@ def test_a_step_adds_the_law_of_its_mechanism(name):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_noise_three_per_cent_too_small_is_seen(name, monkeypatch):
     mechanism, rule = MECHANISMS[name]
-    honest = rules.noise
-    monkeypatch.setattr(rules, "noise", lambda *arguments: 0.97 * honest(*arguments))
+    honest = step.noise
+    monkeypatch.setattr(step, "noise", lambda *arguments: 0.97 * honest(*arguments))
     assert surprise(residuals(mechanism, rule), mechanism) > 1
 
 
@@ -123,7 +123,7 @@ def test_mixing_left_out_is_seen(monkeypatch):
         return gap
 
     monkeypatch.setattr(rules, "padded_gap", one_half_unmixed)
-    monkeypatch.setattr(rules, "_mixed", lambda *arguments: None)
+    monkeypatch.setattr(step, "_is_mixed", lambda *arguments: None)
     assert surprise(residuals(mechanism, rule), mechanism) > 1
 
 

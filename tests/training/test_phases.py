@@ -130,7 +130,7 @@ def test_every_phase_adds_the_law_of_its_own_mechanism(field):
 @pytest.mark.parametrize("field", ["z", "z, mixed", "omega", "law"])
 def test_a_phase_that_runs_as_the_first_one_is_seen(field, monkeypatch):
     """The judge itself: the ledger names every phase and the first one's mechanism is run."""
-    from modelmix.training import trainer as module
+    from modelmix.training import step as module
 
     honest, first = module.propose_step, PLANS[field].phases[0].mechanism
     monkeypatch.setattr(module, "propose_step", lambda *a, **how: honest(*a, **{**how, "mechanism": first}))

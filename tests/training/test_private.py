@@ -8,14 +8,13 @@ import itertools
 
 import pytest
 import torch
-from planned import Trainer, as_plan
+from planned import Trainer, as_plan, make_private
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelmix as mm
 from modelmix.models.residual import StandardisedConv2d
-from modelmix.training import make_private
 
 N = 60
 X = torch.randn(N, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -408,9 +407,9 @@ def test_noise_is_used_once_whatever_fails_after_it_was_seen(mechanism, monkeypa
 
     x, y = next(iter(loader))
     criterion(model(x), y).backward()
-    before = loop.randomness.state()
+    before = loop.step.randomness.state()
     monkeypatch.setattr(*((loop.flat, "write") if mechanism.mixed else (optimizer._original, "step")), interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    assert loop.ledger.steps == 1
-    assert loop.randomness.state() != before
+    assert loop.account.ledger.steps == 1
+    assert loop.step.randomness.state() != before

@@ -20,7 +20,9 @@ import modelmix as mm
 from modelmix import _files as files
 from modelmix.gradients.engines import Engine
 from modelmix.runs.folder import RunFolder
-from modelmix.training import Performance, Randomness, rules, trainer
+from modelmix.training import Performance, Randomness, rules, step
+from modelmix.training.checkpoint import RunFiles
+from modelmix.training.step import RunAccount
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
@@ -250,17 +252,17 @@ def test_a_killed_end_is_completed(tmp_path):
 
 def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch):
     whole = outcome(finish(make(tmp_path / "whole")), tmp_path / "whole")
-    genuine = mm.Trainer._measure
+    genuine = RunFiles.measure
 
-    def measure(self: mm.Trainer) -> None:
-        if self.step == 4:
+    def measure(self: RunFiles, test: object) -> None:
+        if self._step.number == 4:
             raise KeyboardInterrupt
-        genuine(self)
+        genuine(self, test)
 
-    monkeypatch.setattr(mm.Trainer, "_measure", measure)
+    monkeypatch.setattr(RunFiles, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         finish(make(tmp_path / "cut"))
-    monkeypatch.setattr(mm.Trainer, "_measure", genuine)
+    monkeypatch.setattr(RunFiles, "measure", genuine)
     again = make(tmp_path / "cut", resume=True)
     assert again.step == 4
     assert outcome(finish(again), tmp_path / "cut") == whole
@@ -288,7 +290,7 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
     """Ctrl-C while the key moves on. No two states that were kept have seen the same noise."""
     kept: dict[int, bytes] = {}
     used: list[tuple[int, bytes]] = []
-    genuine_advance, genuine_step = Randomness.advance, trainer.propose_step
+    genuine_advance, genuine_step = Randomness.advance, step.propose_step
     calls = [0]
 
     def advance(self: Randomness) -> None:
@@ -308,7 +310,7 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
         return new
 
     monkeypatch.setattr(Randomness, "advance", advance)
-    monkeypatch.setattr(trainer, "propose_step", propose_step)
+    monkeypatch.setattr(step, "propose_step", propose_step)
     one = make(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         finish(one)
@@ -322,24 +324,25 @@ def test_noise_is_used_once_wherever_an_interrupt_falls(tmp_path, monkeypatch, m
     assert len(set(kept.values())) == STEPS
 
 
-@pytest.mark.parametrize("place", ["_account", "_diagnosed"])
+@pytest.mark.parametrize("place", [(RunAccount, "add"), (mm.Trainer, "_diagnosed")], ids=["line", "look"])
 def test_no_state_comes_before_its_ledger_line(tmp_path, monkeypatch, place):
     """Stopped where the line of step 4 is due, or before it: nobody has seen that step, its noise is unused."""
-    genuine, before = getattr(mm.Trainer, place), {}
+    genuine, before, made = getattr(*place), {}, []
 
-    def stopped(self: mm.Trainer, *arguments: object) -> object:
-        if self.step == 3:
-            before.update(self._randomness.state())
+    def stopped(self: object, *arguments: object) -> object:
+        if made and made[0].step == 3:
+            before.update(made[0]._step.randomness.state())
             raise KeyboardInterrupt
         return genuine(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(mm.Trainer, place, stopped)
+        patched.setattr(*place, stopped)
         one = make(tmp_path)
+        made.append(one)
         with pytest.raises(KeyboardInterrupt):
             finish(one)
     assert one.step == one.ledger.steps == RunFolder(tmp_path).load_ledger().steps == 3
-    assert one._randomness.state() == before
+    assert one._step.randomness.state() == before
     assert torch.equal(finish(make(tmp_path, resume=True)).state.last, finish(make(tmp_path / "whole")).state.last)
 
 
@@ -347,19 +350,19 @@ def test_no_state_comes_before_its_ledger_line(tmp_path, monkeypatch, place):
 def test_a_step_that_is_not_accepted_changes_nothing_but_the_ledger(tmp_path, monkeypatch, error):
     one, seen = make(tmp_path), {}
 
-    def accepted(self: rules.Proposed) -> rules.State:
+    def accepted(self: step.ProposedStep) -> rules.State:
         if self.state.step == 4:
-            seen.update(state=one._state, key=one._randomness.state(), met=one._diagnostics.state())
+            seen.update(state=one._step.state, key=one._step.randomness.state(), met=one._files.diagnostics.state())
             raise error("no")
         return self.state
 
-    monkeypatch.setattr(rules.Proposed, "accepted", accepted)
+    monkeypatch.setattr(step.ProposedStep, "accepted", accepted)
     with pytest.raises(error):
         finish(one)
     assert (one.step, one.ledger.steps) == (3, 4)
     assert seen["state"] is one.state
-    assert (seen["key"], seen["met"]) == (one._randomness.state(), one._diagnostics.state())
-    assert one._diagnostics.steps == 3
+    assert (seen["key"], seen["met"]) == (one._step.randomness.state(), one._files.diagnostics.state())
+    assert one._files.diagnostics.steps == 3
 
 
 def _callers() -> list[str]:
@@ -408,8 +411,8 @@ def make(folder, seed):
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
     return mm.Trainer(
         model, F.cross_entropy, (x, y), mm.Plan.of(mm.Mechanism(1.0, 0.3, 2.0), 150), clip=1.0, lr=0.3,
-        rule=["mix", "alternate"][seed % 2], momentum=0.5, ema=0.9, test_set=(x, y), seed=seed,
-        folder=folder, resume=True,
+        rule=mm.Rule(["mix", "alternate"][seed % 2], momentum=0.5, ema=0.9), test_set=(x, y),
+        folder=folder, options=mm.RunOptions(seed=seed, resume=True),
     )
 
 def train(folder, seed, begun=None, early=False):

@@ -19,9 +19,11 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix.training import Performance, Randomness, sampling
+from modelmix.training.checkpoint import RunFiles
 from modelmix.training.randomness import StepRandomness
 from modelmix.training.sampling import Ahead, as_source, pieces
 from modelmix.training.sending import sent
+from modelmix.training.step import RunAccount
 
 
 class Squares(Dataset):
@@ -219,7 +221,7 @@ def some_trainer(n: int = 40, **options) -> Trainer:
     return Trainer(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, seed=1, clip=1.0, lr=0.1, **options)
 
 
-@pytest.mark.parametrize("failing", ["_measure", "_account"])
+@pytest.mark.parametrize("failing", [(RunFiles, "measure"), (RunAccount, "add")], ids=["evaluation", "line"])
 def test_no_key_of_a_step_outlives_an_interrupt(monkeypatch, failing):
     trainer = some_trainer(mechanism=mm.Mechanism(1.0, 0.3))
     trainer.run(2)
@@ -227,7 +229,7 @@ def test_no_key_of_a_step_outlives_an_interrupt(monkeypatch, failing):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, failing, interrupted)
+    monkeypatch.setattr(*failing, interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.run(3, evaluate_every=1)
     gc.collect()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from modelmix.accounting.ledger import Ledger
     from modelmix.config.recipe import Recipe
     from modelmix.features.cache import Transform
+    from modelmix.training.rules import Rule
 
 Found = tuple[str, Arrays, tuple[str, ...] | None]
 
@@ -45,8 +46,15 @@ def register() -> None:
     )
     kinds.IMAGES.update({name: partial(_images, name) for name in ("scenes", "silhouettes", "characters")})
     kinds.MODELS["scatter-cnn"] = _scatter_cnn
+    kinds.RULES["released"] = _released_rule
     kinds.STARTS.append(_start)
     kinds.ATTACKS.append(_released_bounds)
+
+
+def _released_rule(model: nn.Module, embedded: bool, **fields: Any) -> Rule:
+    from modelmix_lab.training.released import ReleasedRule
+
+    return ReleasedRule.of(model, embedded, **fields)
 
 
 def _data(

@@ -9,6 +9,7 @@ from modelmix.accounting.guarantee import guarantee
 from modelmix.auditing.bounds import epsilon_lower_bound
 from modelmix.training import rules
 from modelmix_lab.auditing.released import momentum_scores
+from modelmix_lab.training.released import ReleasedRule
 
 LARGE = 0.1
 
@@ -21,7 +22,7 @@ def test_momentum_alone_with_truncated_canaries():
     """Everything mixed and truncated; only the momentum differs between the two runs."""
     mechanism, steps = mm.Mechanism(1.0, 1.0, 60.0, p=4), 40
     claimed = claim(mechanism, steps, LARGE)
-    for rule, refuted in ((rules.Rule("released", momentum=0.9), True), (rules.Rule("mix", momentum=0.9), False)):
+    for rule, refuted in ((ReleasedRule(momentum=0.9), True), (rules.Rule("mix", momentum=0.9), False)):
         score, present = momentum_scores(mechanism, canaries=8000, steps=steps, seed=1, rule=rule)
         found = epsilon_lower_bound(score[~present], score[present], LARGE).epsilon
         assert (found > claimed) is refuted

@@ -55,7 +55,7 @@ def data():
 def test_group_normalised_features_are_free(data):
     trainer = Recipe(**BASE, normalise="group").trainer(data, performance=CPU)
     assert trainer.ledger.phases == ()
-    torch.testing.assert_close(trainer._source.inputs, group_normalise(Scattering(device="cpu")(data.train.x)))
+    torch.testing.assert_close(trainer._task.source.inputs, group_normalise(Scattering(device="cpu")(data.train.x)))
     trainer.run(4, progress=False)
     assert trainer.epsilon(1e-5) == pytest.approx(100.0, rel=1e-3)
 

@@ -20,6 +20,7 @@ from modelmix.accounting.adjacency import ADD_OR_REMOVE
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.plan import Plan
 from modelmix.auditing.bounds import LowerBound, one_run_lower_bound
+from modelmix.training.options import RunOptions
 from modelmix.training.trainer import Trainer
 
 
@@ -66,7 +67,7 @@ def audit_inputs(
     population = len(data[0]) + canaries
     plan = Plan.of(mechanism, steps, delta=min(delta, 0.1 / population), population=population, adjacency=ADD_OR_REMOVE)
     train_set = (torch.cat([data[0], x[there]]), torch.cat([data[1], y[there]]))
-    trainer = Trainer(model, loss, train_set, plan, clip, lr, seed=seed, **options)
+    trainer = Trainer(model, loss, train_set, plan, clip, lr, options=RunOptions(seed=seed), **options)
     trainer.run(progress=False)
     with torch.no_grad():
         device = next(trainer.model.parameters()).device

@@ -27,6 +27,7 @@ from modelmix.auditing.bounds import Array, LowerBound, epsilon_lower_bound, one
 from modelmix.auditing.mechanism import log_likelihood_ratio, parts, worst_width
 from modelmix.errors import ModelMixError
 from modelmix.training.embedding import Embedding
+from modelmix.training.options import RunOptions
 from modelmix.training.trainer import Trainer
 
 _PULL = 1e3  # times the clip
@@ -159,7 +160,9 @@ def implant(
         pulls = x.new_zeros(len(basis), *x.shape[1:]), basis[:, None].expand(-1, k).clone(), torch.ones(len(basis))
         options["embedding"] = Embedding((pulls, y.new_zeros(len(basis))), len(basis), groups=1)
     plan = Plan.of(mechanism, steps, delta=min(1e-5, 0.1 / len(targets)))
-    trainer = Trainer(model, implanted_loss, (inputs, targets), plan, clip, lr, seed=seed, **options)
+    trainer = Trainer(
+        model, implanted_loss, (inputs, targets), plan, clip, lr, options=RunOptions(seed=seed), **options
+    )
     return trainer, index, present
 
 

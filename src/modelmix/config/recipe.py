@@ -28,10 +28,12 @@ from modelmix.errors import ModelMixError
 from modelmix.runs.words import assumed_by
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from modelmix.config.preparation import Prepared
     from modelmix.data import DataSet
     from modelmix.gradients.engines import Engine
-    from modelmix.training import Performance, Schedule, Trainer
+    from modelmix.training import Performance, Rule, Schedule, Trainer
 
 DEFAULT = Path(__file__).parent / "recipes" / "default.toml"
 
@@ -401,7 +403,7 @@ class Recipe:
 
         from modelmix.config.preparation import Prepared, prepare
         from modelmix.models import Pixels, build
-        from modelmix.training import Performance, Trainer
+        from modelmix.training import Augment, Performance, RunOptions, Trainer
         from modelmix.training.augment import AUGMENTATIONS
 
         if self.augment is not None and self.augment not in AUGMENTATIONS:
@@ -433,25 +435,41 @@ class Recipe:
             plan,
             clip=self.clip,
             lr=self.schedule("lr"),
-            rule=rule,
-            padding=self.padding,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            ema=self.ema,
-            previous=other,
-            augment=None if self.augment is None else AUGMENTATIONS[self.augment],
-            multiplicity=self.multiplicity,
+            rule=_make_rule(
+                rule,
+                model,
+                prepared.embedding is not None,
+                padding=self.padding,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+                ema=self.ema,
+                previous=other,
+            ),
+            augment=None if self.augment is None else Augment(AUGMENTATIONS[self.augment], self.multiplicity),
             embedding=prepared.embedding,
             test_set=prepared.test if tested else None,
-            test_public=self.test_public,
-            seed=self.seed,
             folder=folder,
-            resume=resume,
-            name=self.name,
-            about={**about, "assumed": assumed_by(self.as_dict())},
-            performance=performance,
-            engine=engine,
+            options=RunOptions(
+                resume=resume,
+                seed=self.seed,
+                test_public=self.test_public,
+                performance=performance or Performance(),
+                engine=engine,
+                name=self.name,
+                about={**about, "assumed": assumed_by(self.as_dict())},
+            ),
         )
+
+
+def _make_rule(name: str, model: nn.Module, embedded: bool, **fields: Any) -> Rule:
+    """Return the rule of a step that a mechanism names."""
+    from modelmix.training.rules import Rule
+
+    if name in Rule.NAMES:
+        return Rule(name, **fields)  # type: ignore[arg-type]
+    if name not in kinds.RULES:
+        raise ModelMixError(f"the {name} configuration proves nothing and comes with modelmix-lab: modelmix-lab train.")
+    return kinds.RULES[name](model, embedded, **fields)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

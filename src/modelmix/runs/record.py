@@ -8,8 +8,6 @@ they were, because the ledger and the page speak of one run; the plan may be a l
 from __future__ import annotations
 
 import json
-import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -24,18 +22,13 @@ from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.runs import restrictions
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.runs.events import EventFile
 from modelmix.runs.folder import SCHEMA, VERSION, RunFolder
 
 PUBLISHED = ("certificate.json", "report.html", "report-public.html")
 """What says how much a run costs in all. It goes before anything is kept that it does not count."""
 
-EPSILON_SO_FAR = "epsilon_if_stopping_was_fixed_beforehand"
-"""What the epsilon of the steps so far is called in files; the guarantee is the plan's."""
-
 Fingerprint = Callable[[bytes], str]
 _SALT_BYTES = 16
-_log = logging.getLogger(__name__)
 
 
 class Record:
@@ -64,10 +57,7 @@ class Record:
         self._plan = plan
         self._salt = os.urandom(_SALT_BYTES)
         self._digest: str | None = None
-        self._published: list[dict[str, Any]] = []
-        self._events: EventFile | None = None
         self._stamp: object = None
-        self._test_public = False
         self._counted: Ledger | None = None  # the ledger that is kept
 
     def __enter__(self) -> Record:
@@ -101,7 +91,6 @@ class Record:
             "plan": self._plan.as_dict(),
             **about,
         }
-        self._test_public = config.get("test_public") is True
         self.folder.require_vacant()
         with self.folder:
             self.folder.require_vacant()  # another process may have been quicker
@@ -159,7 +148,6 @@ class Record:
             then = dict(zip(("assumed", "excluded"), restrictions(config), strict=True))
             both: dict[str, Any] = {name: [*dict.fromkeys((*then[name], *own[name]))] for name in then}
             both["test_public"] = bool(own["test_public"]) and config.get("test_public") is True
-            self._test_public = both["test_public"]
             if any(config.get(name) != value for name, value in both.items()):
                 self.folder.remove(*PUBLISHED)
                 self.folder.write_json("config.json", {**config, **both})
@@ -198,7 +186,7 @@ class Record:
         return arrays, meta, ledger
 
     def keep(self, ledger: Ledger, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Ledger first, then the state, then what people may see of it."""
+        """Keep the ledger, then the state."""
         if self._digest is None:
             self._digest = self._fingerprint(self._salt)
         if ledger != self._counted:
@@ -207,24 +195,6 @@ class Record:
         self._counted = ledger
         self.folder.save_checkpoint(arrays, {**meta, "salt": self._salt.hex(), "fingerprint": self._digest})
         self._stamp = self._present()
-        if meta["metrics"] != self._published:
-            self._publish(meta["metrics"])
-
-    def _publish(self, rows: list[dict[str, Any]]) -> None:
-        """Metrics of states that are kept already, also as TensorBoard events.
-
-        What was measured on a test set that is not public is readable by its owner only. The epsilon of a step has its
-        condition in its name, because files are read without what was said beside them.
-        """
-        named = [{EPSILON_SO_FAR if name == "epsilon" else name: v for name, v in row.items()} for row in rows]
-        # JSON has no infinities.
-        finite = [{k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in r.items()} for r in named]
-        self.folder.write_json("metrics.json", {"rows": finite}, secret=not self._test_public)
-        if self._events is None:
-            self._events = EventFile(self.folder.file("events"), named, secret=not self._test_public)
-        else:
-            self._events.add(named[-1])
-        self._published = [dict(row) for row in rows]
 
     def finish(
         self,
@@ -232,10 +202,7 @@ class Record:
         diagnostics: Mapping[str, Any],
         certificate: Mapping[str, Any] | None,
     ) -> None:
-        """The models, the diagnostics, the certificate and the page."""
-        from modelmix.report import style
-        from modelmix.runs.page import write_report
-
+        """Write the certificate, the models and the diagnostics."""
         if certificate is None:
             self.folder.remove("certificate.json")
         else:
@@ -245,10 +212,6 @@ class Record:
         for name, state in models.items():
             self.folder.save_model(name, state)
         self.folder.write_json("diagnostics.json", diagnostics, secret=True)
-        if style.available():
-            write_report(self.folder.path)
-        else:
-            _log.info("no page: it needs matplotlib. pip install 'modelmix[report]', then modelmix report RUN")
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

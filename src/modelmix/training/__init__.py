@@ -6,21 +6,34 @@ last two states -> new state; the ledger line comes before the state.
 
 from modelmix.gradients.clipping import Clip
 from modelmix.gradients.engines import clipped_sum
+from modelmix.runs.callbacks import Callback, RunView
+from modelmix.training.augment import Augment
 from modelmix.training.embedding import Embedding, random_labels
+from modelmix.training.options import LoopOptions, RunOptions
 from modelmix.training.performance import Performance
 from modelmix.training.private import PrivateLoader, PrivateOptimizer, make_private
 from modelmix.training.randomness import Randomness
+from modelmix.training.rules import Rule, State
 from modelmix.training.schedules import Schedule
+from modelmix.training.step import PrivateStep
 from modelmix.training.trainer import Trainer
 
 __all__ = [
+    "Augment",
+    "Callback",
     "Clip",
     "Embedding",
+    "LoopOptions",
     "Performance",
     "PrivateLoader",
     "PrivateOptimizer",
+    "PrivateStep",
     "Randomness",
+    "Rule",
+    "RunOptions",
+    "RunView",
     "Schedule",
+    "State",
     "Trainer",
     "clipped_sum",
     "make_private",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +11,35 @@ import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from modelmix._checks import whole
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.gradients.memory import ALONE, WatchedFunction
 from modelmix.gradients.torch_rng import draws_apart
 
-Augment = Callable[[Any, torch.Generator], Any]
+AugmentFunction = Callable[[Any, torch.Generator], Any]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Several augmented copies of every sample, whose gradients are averaged before clipping.
+
+    Args:
+        function: ``function(inputs, generator)``, applied to one sample at a time unless it is one of ours; None
+            augments nothing.
+        copies: of every sample (its augmentation multiplicity).
+
+    Example:
+        >>> Augment(flip_and_crop, copies=4).copies
+        4
+    """
+
+    function: AugmentFunction | None = None
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        whole("copies", self.copies, "the number of augmented copies of a sample", least=1)
+        if self.function is None and self.copies > 1:
+            raise ModelMixError("copies > 1 needs a function: copies of a sample must differ to be worth their time.")
 
 
 def flip(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -42,7 +67,7 @@ def flip_and_crop(images: Tensor, generator: torch.Generator) -> Tensor:
 AUGMENTATIONS = {"flip": flip, "crop": crop, "flip-crop": flip_and_crop}
 
 
-def apply_augmentation(augment: Augment, inputs: Any, generator: torch.Generator) -> Any:
+def apply_augmentation(augment: AugmentFunction, inputs: Any, generator: torch.Generator) -> Any:
     """Augment every row of a chunk on its own.
 
     Our own augmentations treat the rows of a chunk one by one and are given all of them; any other is given one row at
@@ -90,7 +115,7 @@ def _check_form(row: Any, inputs: Any) -> None:
         raise ModelMixError("augment must give as many rows as it is given, of the same structure and types.")
 
 
-def _check_alone(augment: Augment, inputs: Any, device: torch.device) -> None:
+def _check_alone(augment: AugmentFunction, inputs: Any, device: torch.device) -> None:
     """Augment a synthetic row with the same draws, after itself and after other rows: it must not remember them."""
     draws = torch.Generator("cpu").manual_seed(0)
 

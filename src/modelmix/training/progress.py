@@ -1,67 +1,61 @@
-"""A line that says how far a run is, how fast, and at what epsilon; silent when nobody is watching."""
+"""A progress bar with the speed of a run and its planned epsilon; silent when nobody is watching."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
+
+from modelmix.runs.callbacks import Callback, RunView
 
 _REFRESH = 0.5
 
 
-class Progress:
-    """A progress bar on stderr if that is a terminal, and nothing at all otherwise.
+class Progress(Callback):
+    """Show a progress bar on stderr.
 
     Args:
-        total: steps of this call.
-        describe: what to say about privacy so far; called a few times a second at most.
-        show: None decides by whether stderr is a terminal.
+        show: None shows it if stderr is a terminal.
     """
 
-    def __init__(self, total: int, describe: Callable[[], str], show: bool | None = None) -> None:
-        self._describe = describe
-        self._total = total
+    def __init__(self, show: bool | None = None) -> None:
+        self._wanted = show
         self._bar: Any = None
-        self._task: Any = None
-        self._last = 0.0
-        self._done = 0
-        self._show = total > 0 and (sys.stderr.isatty() if show is None else show)
 
-    def __enter__(self) -> Progress:
-        if self._show:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-            from rich.table import Column
-
-            self._bar = Bar(
-                TextColumn("training"),
-                BarColumn(),  # the only one that gives way where there is little room
-                MofNCompleteColumn(table_column=Column(no_wrap=True)),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(table_column=Column(no_wrap=True)),
-                TextColumn("{task.fields[privacy]}"),
-                console=Console(stderr=True),
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, rate="", privacy="")
-            self._began = time.monotonic()
-        return self
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._bar is None:
+    def on_start(self, run: RunView) -> None:
+        """Open the bar."""
+        self._from, self._began, self._last = run.step, time.monotonic(), 0.0
+        if run.until == run.step or not (sys.stderr.isatty() if self._wanted is None else self._wanted):
             return
-        now = time.monotonic()
-        if now - self._last >= _REFRESH or self._done == self._total:
-            self._last = now
-            rate = self._done / max(now - self._began, 1e-9)
-            self._bar.update(self._task, completed=self._done, rate=f"{rate:.1f} steps/s", privacy=self._describe())
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+        from rich.table import Column
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+        self._bar = Bar(
+            TextColumn("training"),
+            BarColumn(),  # the only one that gives way where there is little room
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[privacy]}"),
+            console=Console(stderr=True),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=run.until - run.step, rate="", privacy="")
+
+    def on_step(self, run: RunView) -> None:
+        """Move the bar, a few times a second at most."""
+        now = time.monotonic()
+        if self._bar is None or (now - self._last < _REFRESH and run.step != run.until):
+            return
+        self._last = now
+        done = run.step - self._from
+        rate = done / max(now - self._began, 1e-9)
+        self._bar.update(self._task, completed=done, rate=f"{rate:.1f} steps/s", privacy=str(run))
+
+    def on_finish(self, run: RunView) -> None:
+        """Close the bar."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None

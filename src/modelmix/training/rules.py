@@ -1,41 +1,34 @@
-"""Where a step starts from: public functions of the states released so far.
+"""Where a step starts from: public functions of the states released so far, and the mixing of Algorithm 1.
 
 A step releases w_k = centre + (alpha - 1/2) * gap - eta * (G/B + noise), with alpha uniform on (0, 1) in every
 coordinate. Centre and gap may depend on released states in any way, for those are public; the proof asks only that
-every gap is tau wide. This is why momentum is computed from released gradients (centre - w_k)/eta: their history is
-free, while a buffer of unmixed noisy gradients would carry them past the mixing.
+every gap is tau wide: small gaps are widened about the same midpoint. This is why momentum is computed from released
+gradients (centre - w_k)/eta: their history is free, while a buffer of unmixed noisy gradients would carry them past
+the mixing.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelmix._checks import at_least_zero
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.training.mixing import PADDINGS, midpoint, padded_gap
-from modelmix.training.randomness import StepRandomness
 
-RULES = ("mix", "alternate", "average", "plain", "released")
-_MIXING = ("mix", "alternate", "released")
+if TYPE_CHECKING:
+    from modelmix.gradients.clipping import Clip
+    from modelmix.training.embedding import EmbeddingClip
+    from modelmix.training.randomness import StepRandomness
+    from modelmix.training.schedules import Schedule
+
+AnyClip = TypeVar("AnyClip", "Clip", "EmbeddingClip")
+PADDINGS = ("exact", "paper")
 EVERY_COORDINATE_MIXED = "every trained coordinate is mixed over a width of tau or more at every step"
-
-_RELEASED_BREAKS = (
-    "momentum carries unmixed noisy gradients across steps",
-    "parameters of norm layers are not mixed",
-    "gradients are not truncated coordinate by coordinate",
-    "a step makes fifteen draws at a fifteenth of the rate",
-)
-_EMBEDDED_BREAKS = (
-    "momentum carries unmixed noisy gradients across steps",
-    "residuals are not truncated, nor whole contributions bounded, coordinate by coordinate",
-    "how the two sums of a step were accounted for is not published",
-)
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,12 @@ class State:
     average: Tensor | None = None
     step: int = 0
 
+    @classmethod
+    def start(cls, last: Tensor, previous: Tensor | None = None, *, averaged: bool = False, step: int = 0) -> State:
+        """Return the state before the first step, which is public."""
+        average = last.clone() if averaged else None
+        return cls(last, last if previous is None else previous, torch.zeros_like(last), average, step)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -55,27 +54,34 @@ class Rule:
 
     Args:
         name: "mix" (Algorithm 1), "alternate" (two models in turns, Equations 3 and 4: the gradient is taken at the
-            older state), "average" (the plain average of the last two states, no mixing), "plain" (DP-SGD), or
-            "released" (the authors' code: trains, and proves nothing).
-        padding: how small gaps are widened, see ``mixing``.
+            older state), "average" (the plain average of the last two states, no mixing) or "plain" (DP-SGD). None
+            takes "mix" if the mechanism mixes and "plain" if not.
+        padding: how gaps below tau are widened: "exact" to tau, "paper" to |gap| + tau.
         momentum: factor of the sum of past released gradients.
         weight_decay: lambda; eta * lambda * w_{k-1} is taken off.
         ema: decay of the average of released states; None for no average.
-        unmixed: for "released" only: 1 for the coordinates its code leaves unmixed.
-        embedded: whether gradients are embedded; "released" then breaks other rules.
+        tau: the mixing threshold, a number or a ``Schedule``, in place of the plan's mixing width; every step's own
+            omega is accounted. None takes tau = omega * c * eta / B.
+        previous: the second initial state w_{-1}, as a model or a state dict; None takes w_{-1} = w_0.
+
+    Example:
+        >>> Rule(momentum=0.9, ema=0.99).padding
+        'exact'
     """
 
-    name: str
-    padding: str = "exact"
+    name: Literal["mix", "alternate", "average", "plain"] | None = None
+    padding: Literal["exact", "paper"] = "exact"
     momentum: float = 0.0
     weight_decay: float = 0.0
     ema: float | None = None
-    unmixed: Tensor | None = None
-    embedded: bool = False
+    tau: float | Schedule | None = None
+    previous: nn.Module | Mapping[str, Tensor] | None = None
+
+    NAMES: ClassVar[tuple[str, ...]] = ("mix", "alternate", "average", "plain")
 
     def __post_init__(self) -> None:
-        if self.name not in RULES:
-            raise ModelMixError(f"rule = {self.name!r} is unknown: choose one of {', '.join(RULES)}.")
+        if self.name is not None and self.name not in self.NAMES:
+            raise ModelMixError(f"rule = {self.name!r} is unknown: choose one of {', '.join(self.NAMES)}.")
         if self.padding not in PADDINGS:
             raise ModelMixError(f"padding = {self.padding!r} is unknown: choose one of {', '.join(PADDINGS)}.")
         at_least_zero("weight_decay", self.weight_decay, "the weight decay")
@@ -85,122 +91,74 @@ class Rule:
 
     @property
     def unproved(self) -> tuple[str, ...]:
-        """The rules of the proof it breaks, in words."""
-        if self.name != "released":
-            return ()
-        return _EMBEDDED_BREAKS if self.embedded else _RELEASED_BREAKS
+        """The rules of the proof that a subclass breaks, in words: its runs train, and prove nothing."""
+        return ()
+
+    @property
+    def mixes(self) -> bool:
+        """Whether every coordinate is moved between two released states."""
+        return self.name in ("mix", "alternate")
 
     def check(self, mechanism: Mechanism) -> None:
-        """Refuses a mechanism whose account counts on a mixing that does not happen."""
-        if mechanism.mixed and self.name not in _MIXING:
+        """Refuse a mechanism whose account counts on a mixing that does not happen."""
+        if mechanism.mixed and not self.mixes:
             raise UnprovedError(
                 EVERY_COORDINATE_MIXED,
                 f'the mechanism counts on a mixing width of {mechanism.mixing_width:g}, and the rule "{self.name}" '
                 "does not mix.",
-                'Use rule="mix", or a mechanism with mixing_width = 0.',
+                'Use Rule("mix"), or a mechanism with mixing_width = 0.',
             )
 
     def gradient_point(self, state: State) -> Tensor:
-        """The state at which the gradient is taken."""
+        """Return the state at which the gradient is taken."""
         return state.previous if self.name == "alternate" else state.last
 
-    def propose(self, state: State, eta: float, tau: float) -> tuple[Tensor, Tensor | None]:
-        """(centre, gap) of the coming step; no gap where nothing is mixed."""
-        gap = None
+    def start(self, state: State, tau: float) -> tuple[Tensor, Tensor | None]:
+        """Return (centre, gap) without momentum and weight decay."""
         centre = state.last.clone() if self.name == "plain" else midpoint(state.last, state.previous)
-        if self.name in _MIXING:
-            gap = padded_gap(state.last, state.previous, tau, self.padding)
-        if self.name == "released" and self.unmixed is not None and gap is not None:
-            centre = torch.where(self.unmixed, state.last, centre)
-            gap = torch.where(self.unmixed, 0.0, gap)
+        return centre, padded_gap(state.last, state.previous, tau, self.padding) if self.mixes else None
+
+    def propose(self, state: State, eta: float, tau: float) -> tuple[Tensor, Tensor | None]:
+        """Return (centre, gap) of the coming step; no gap where nothing is mixed."""
+        centre, gap = self.start(state, tau)
         if self.weight_decay:
             centre -= eta * self.weight_decay * state.last
         if self.momentum:
             centre -= eta * self.momentum * state.velocity
         return centre, gap
 
+    # What the proof fixes; runs that prove nothing may differ here.
 
-def noise(mechanism: Mechanism, draws: StepRandomness, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """The noise of one step in units of the clip: the mechanism's own law."""
-    if mechanism.law == "gaussian":
-        return mechanism.noise_multiplier * draws.gaussian("noise", count, device)
-    if mechanism.law == "laplace":
-        return mechanism.noise_multiplier * draws.laplace("noise", count, device)
-    raise ModelMixError("a law of your own can be accounted for but not trained with: use gaussian or laplace.")
+    def draw(self, draws: StepRandomness, count: int, rate: float) -> Tensor:
+        """Return the samples of a step: each with probability ``rate`` on its own coin."""
+        return draws.poisson_indices("sampling", count, rate)
+
+    def bound(self, clip: AnyClip) -> AnyClip:
+        """Return how gradients are clipped, of what the account counts on."""
+        return clip
+
+    def remembered_gradient(self, centre: Tensor, new: Tensor, eta: float, noisy: Tensor) -> Tensor:
+        """Return what momentum sums up: what anybody can compute from released states."""
+        return (centre - new) / eta
 
 
-@dataclass(frozen=True)
-class Proposed:
-    """A step that is computed, and what must have held for it to be taken.
+def midpoint(last: Tensor, previous: Tensor) -> Tensor:
+    """Return (w_{k-1} + w_{k-2}) / 2, which is public because both states are."""
+    return 0.5 * (last + previous)
 
-    Looking at it waits for an accelerator; whoever has more work to hand over should do that first.
 
-    Args:
-        finite: whether the sum of clipped gradients and the new state are. The second is noisy, hence public.
-        mixed: whether every coordinate was mixed over the width that the account counts on; None if it counts on none.
+def padded_gap(last: Tensor, previous: Tensor, tau: float, padding: str) -> Tensor:
+    """Return w_{k-1} - w_{k-2} with gaps below tau widened.
+
+    "exact" widens to tau, as the authors' code does; "paper" widens to |gap| + tau, as lines 6 to 8 of Algorithm 1 say.
+    Both are covered by the proof; the first adds less noise. The states themselves are kept as they were released.
     """
-
-    state: State
-    finite: Tensor
-    mixed: Tensor | None
-
-    def accepted(self) -> State:
-        """The next state. Refuses a step that was not what its account says: its state is for nobody's eyes."""
-        if not bool(self.finite):
-            raise ModelMixError(
-                "the sum of clipped gradients or the new state is not finite: no step was taken. Use a lower lr."
-            )
-        if self.mixed is not None and not bool(self.mixed):
-            raise UnprovedError(
-                EVERY_COORDINATE_MIXED,
-                "a coordinate would have been mixed over less than tau.",
-                'Use rule="mix" or "alternate" with finite weights.',
-            )
-        return self.state
-
-
-def propose_step(
-    state: State,
-    total: Tensor,
-    draws: StepRandomness,
-    *,
-    rule: Rule,
-    mechanism: Mechanism,
-    clip: float,
-    eta: float,
-    expected_batch: float,
-) -> Proposed:
-    """The step from a sum of clipped gradients.
-
-    The law: (centre - w_k)/eta - total/B is (clip/B) times one draw of ``mechanism.coordinate_law`` in every coordinate
-    whose gap was padded; where the natural gap is wider, the uniform part is wider too.
-    """
-    count, device = state.last.numel(), state.last.device
-    if not 0 < eta < math.inf:
-        raise ModelMixError(f"a learning rate of {eta:g} makes no step: it must be above 0.")
-    unit = clip / expected_batch
-    tau = mechanism.mixing_width * unit * eta
-    centre, gap = rule.propose(state, eta, tau)
-    mixed = _mixed(gap, tau) if mechanism.mixed and not rule.unproved else None
-    noisy = total / expected_batch + unit * noise(mechanism, draws, count, device)
-    new = centre - eta * noisy
-    if gap is not None:
-        new += (draws.uniform("mixing", count, device) - 0.5) * gap
-    seen = noisy if rule.name == "released" else (centre - new) / eta
-    velocity = rule.momentum * state.velocity + seen if rule.momentum else state.velocity
-    step = state.step + 1
-    average = state.average
-    if rule.ema is not None and average is not None:
-        decay = min(rule.ema, (1 + step) / (10 + step))  # a short memory while there is little to remember
-        average = decay * average + (1 - decay) * new
-    then = replace(state, last=new, previous=state.last, velocity=velocity, average=average, step=step)
-    return Proposed(then, torch.isfinite(total).all() & torch.isfinite(new).all(), mixed)
-
-
-def take_step(state: State, total: Tensor, draws: StepRandomness, **how: Any) -> State:
-    """``propose_step``, accepted."""
-    return propose_step(state, total, draws, **how).accepted()
-
-
-def _mixed(gap: Tensor | None, tau: float) -> Tensor:
-    return torch.tensor(False) if gap is None or not tau > 0 else (gap.abs() >= tau * (1 - 1e-12)).all()
+    if padding not in PADDINGS:
+        raise ModelMixError(f"padding = {padding!r} is unknown: choose one of {', '.join(PADDINGS)}.")
+    if not tau >= 0:
+        raise ModelMixError(f"a mixing threshold of {tau:g} widens nothing: it must be at least 0.")
+    gap = last - previous
+    # sign(0) is +1: two equal coordinates must be mixed as well.
+    sign = torch.where(gap >= 0, 1.0, -1.0).to(gap.dtype)
+    widened = sign * tau if padding == "exact" else gap + sign * tau
+    return torch.where(gap.abs() < tau, widened, gap)

@@ -19,8 +19,9 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.auditing.bounds import Array, LowerBound, epsilon_lower_bound
 from modelmix.auditing.mechanism import canary_size, log_ratio
 from modelmix.auditing.training import implant
-from modelmix.training.mixing import midpoint
-from modelmix.training.rules import Rule, State, take_step
+from modelmix.training.rules import Rule, State, midpoint
+from modelmix.training.step import propose_step
+from modelmix_lab.training.released import ReleasedRule
 
 MOMENTUM = 0.9
 
@@ -38,15 +39,15 @@ class NormLayer(nn.Module):
 
 def norm_layer_scores(mechanism: Mechanism, *, canaries: int, steps: int, seed: int) -> tuple[Array, Any]:
     """Scores of canaries of one coordinate in a norm layer: n_k = v_k - mu v_{k-1} is seen with noise z alone."""
+    network = NormLayer(math.ceil(canaries / 2))
     trainer, index, present = implant(
         mechanism,
         canaries=canaries,
         steps=steps,
-        network=NormLayer(math.ceil(canaries / 2)),
+        network=network,
         width=1,
         seed=seed,
-        rule="released",
-        momentum=MOMENTUM,
+        rule=ReleasedRule.of(network, False, momentum=MOMENTUM),
     )
     law, q = Gaussian(mechanism.noise_multiplier), mechanism.sample_rate
     unit = 0.1 / trainer.expected_batch
@@ -88,14 +89,15 @@ def momentum_scores(
     generator = torch.Generator(device).manual_seed(seed)
     present = torch.rand(canaries, generator=generator, device=device) < 0.5
     zero = torch.zeros(canaries * k, dtype=torch.float64, device=device)
-    state = State(zero, zero, zero)
-    rule = rule or Rule("released", momentum=MOMENTUM)
+    state = State.start(zero)
+    rule = rule or ReleasedRule(momentum=MOMENTUM)
     score = torch.zeros(canaries, dtype=torch.float64, device=device)
     for _ in range(steps):
         drawn = present & (torch.rand(canaries, generator=generator, device=device) < q)
         total = (size * drawn.double()).repeat_interleave(k)
         draws: Any = FastDraws(generator)
-        new = take_step(state, total, draws, rule=rule, mechanism=mechanism, clip=1.0, eta=1.0, expected_batch=1.0)
+        step = propose_step(state, total, draws, rule=rule, mechanism=mechanism, clip=1.0, eta=1.0, expected_batch=1.0)
+        new = step.accepted()
         score += (midpoint(state.last, state.previous) - new.last).reshape(canaries, k).sum(1)
         state = new
     return score.cpu().numpy(), present.cpu().numpy()

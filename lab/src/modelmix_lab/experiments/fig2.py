@@ -152,7 +152,7 @@ def _train(
     from torch import nn
 
     from modelmix.models import Pixels, build
-    from modelmix.training import Performance, Trainer
+    from modelmix.training import Performance, RunOptions, Trainer
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -165,9 +165,7 @@ def _train(
         clip=arm.clip(setup),
         lr=arm.eta,
         test_set=data.test,
-        test_public=True,
-        seed=seed,
-        performance=Performance(device=device),
+        options=RunOptions(test_public=True, seed=seed, performance=Performance(device=device)),
     )
     trainer.run(evaluate_every=max(1, setup.steps // POINTS), progress=False)
     found = trainer.metrics
