@@ -506,7 +506,7 @@ def test_the_key_of_coming_noise_is_not_copied():
 
 def test_two_threads_do_not_run_one_trainer(monkeypatch):
     one = Trainer(nn.Linear(WIDTH, 3), F.cross_entropy, samples(20), mm.Mechanism(1.0, 0.5), clip=1.0, lr=0.1)
-    inside, go_on, genuine = threading.Event(), threading.Event(), mm.Trainer._one_step
+    inside, go_on, genuine = threading.Event(), threading.Event(), mm.Trainer._take_step
 
     def slow(self, chunks):
         inside.set()

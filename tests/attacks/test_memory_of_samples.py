@@ -709,5 +709,5 @@ def test_a_histogram_of_norms_of_a_model_that_remembers_is_refused():
     x, y = samples()
     with pytest.raises(mm.UnprovedError, match="another gradient for the same sample"):
         private_norm_histogram(
-            InContext(), F.cross_entropy, (x, y), mm.Mechanism(1.0, 1.0), Randomness(1).step()
+            InContext(), F.cross_entropy, (x, y), mm.Mechanism(1.0, 1.0), Randomness(1)
         )  # fmt: skip

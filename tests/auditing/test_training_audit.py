@@ -15,7 +15,7 @@ from modelmix.accounting.guarantee import guarantee
 from modelmix.auditing.bounds import epsilon_lower_bound
 from modelmix.auditing.training import attack
 from modelmix.gradients.clipping import Clip
-from modelmix.training import randomness, rules
+from modelmix.training import randomness, rules, step
 from modelmix.training.checkpoint import RunFiles
 from modelmix.training.embedding import EmbeddingClip
 from modelmix.training.sums import GradientSum
@@ -94,8 +94,8 @@ def test_a_run_on_a_real_task():
 
 
 def test_noise_ten_per_cent_too_small(monkeypatch):
-    honest = rules.noise
-    monkeypatch.setattr(rules, "noise", lambda *arguments: 0.9 * honest(*arguments))
+    honest = step.noise
+    monkeypatch.setattr(step, "noise", lambda *arguments: 0.9 * honest(*arguments))
     mechanism = mm.Mechanism(1.0, 1.0)
     assert attack(mechanism, canaries=400, steps=300).each_step().two_worlds(DELTA).epsilon > claim(mechanism)
 
@@ -136,7 +136,7 @@ def test_mixing_left_out_for_one_layer(monkeypatch):
     monkeypatch.setattr(rules, "padded_gap", forgetful)
     with pytest.raises(mm.UnprovedError):
         attack(WIDE, canaries=10)
-    monkeypatch.setattr(rules, "_mixed", lambda *arguments: None)
+    monkeypatch.setattr(step, "_is_mixed", lambda *arguments: None)
     seen = many(WIDE, 4, canaries=1000, network=_pair_of_layers(), coordinates=torch.arange(1000))
     assert seen.two_worlds(LARGE, seen.total()).epsilon > claim(WIDE, delta=LARGE)
 
@@ -155,7 +155,7 @@ def test_the_sign_of_zero(monkeypatch):
     monkeypatch.setattr(rules, "padded_gap", naive)
     with pytest.raises(mm.UnprovedError):
         attack(WIDE, canaries=10)
-    monkeypatch.setattr(rules, "_mixed", lambda *arguments: None)
+    monkeypatch.setattr(step, "_is_mixed", lambda *arguments: None)
     seen = many(WIDE, 4, canaries=1000)
     assert seen.two_worlds(LARGE, seen.total()).epsilon > claim(WIDE, delta=LARGE)
 

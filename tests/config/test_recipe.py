@@ -268,7 +268,7 @@ NONSENSE = {
     "negative decay": ({"weight_decay": -1.0}, "0 or more"),
     "unknown padding": ({"padding": "none"}, "choose one of exact, paper"),
     "unknown augmentation": ({"augment": "blur"}, "choose one of flip, crop, flip-crop"),
-    "copies without change": ({"multiplicity": 2}, "needs augment"),
+    "copies without change": ({"multiplicity": 2}, "needs a function"),
     "unknown model": ({"model": "resnet"}, "cnn, linear, mlp"),
     "public images for nothing": ({"public": "x.npz"}, "modelmix does not embed gradients"),
     "embedding of nothing": ({"mechanism": "embedding-modelmix", "embedding_clip": 1.0}, "needs public and"),

@@ -100,9 +100,7 @@ def test_one_sample_moves_one_count_by_one(small):
     mechanism = mm.Mechanism(0.01, 1.0)  # little noise, and the same for both: rounded away
 
     def counts(keep):
-        release = private_norm_histogram(
-            model, nn.CrossEntropyLoss(), (x[keep], y[keep]), mechanism, Randomness(1).step()
-        )
+        release = private_norm_histogram(model, nn.CrossEntropyLoss(), (x[keep], y[keep]), mechanism, Randomness(1))
         assert release.phase == mm.Ledger().add(mechanism, 1).phases[0]
         return release.histogram.counts
 
@@ -120,14 +118,14 @@ def test_the_noise_is_the_mechanisms(small):
     model, (x, y) = small
     mechanism = mm.Mechanism(30.0, 1.0)
     releases = [
-        private_norm_histogram(model, nn.CrossEntropyLoss(), (x[:2], y[:2]), mechanism, Randomness(i).step())
+        private_norm_histogram(model, nn.CrossEntropyLoss(), (x[:2], y[:2]), mechanism, Randomness(i))
         for i in range(20)
     ]
     counts = np.array([release.histogram.counts for release in releases])
     assert counts.std() == pytest.approx(30.0, rel=0.1)
     for bad in (mm.Mechanism(1.0, 1.0, 2.0), mm.Mechanism(1.0, 1.0, p=4), mm.Mechanism(1.0, 1.0, law="laplace")):
         with pytest.raises(mm.ModelMixError, match="plain Gaussian"):
-            private_norm_histogram(model, nn.CrossEntropyLoss(), (x, y), bad, Randomness(0).step())
+            private_norm_histogram(model, nn.CrossEntropyLoss(), (x, y), bad, Randomness(0))
 
 
 @pytest.mark.parametrize("q", [0.1, 0.5])
@@ -138,7 +136,7 @@ def test_the_histogram_looks_at_no_more_samples_than_are_paid_for(small, q):
     mechanism = mm.Mechanism(1e-3, q)  # noise that is rounded away: the counts are those of the draw
     counts = []
     for seed in range(3):
-        release = private_norm_histogram(model, nn.CrossEntropyLoss(), (x, y), mechanism, Randomness(seed).step())
+        release = private_norm_histogram(model, nn.CrossEntropyLoss(), (x, y), mechanism, Randomness(seed))
         assert release.phase.mechanism.sample_rate == q
         counts.append(release.histogram.counts.sum())
     low, high = stats.binom.ppf([5e-7, 1 - 5e-7], 200, q)
@@ -178,9 +176,7 @@ def test_batch_statistics_are_refused(small):
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
     for call in (
         lambda: gradient_statistics(model, nn.CrossEntropyLoss(), batch, [1.0]),
-        lambda: private_norm_histogram(
-            model, nn.CrossEntropyLoss(), batch, mm.Mechanism(1.0, 1.0), Randomness(0).step()
-        ),
+        lambda: private_norm_histogram(model, nn.CrossEntropyLoss(), batch, mm.Mechanism(1.0, 1.0), Randomness(0)),
     ):
         with pytest.raises(mm.UnprovedError):
             call()

@@ -778,13 +778,6 @@ def test_clips_that_cannot_be_measured_are_refused(clips):
         EmbeddingClip(*clips)
 
 
-def test_what_the_authors_ran_is_not_proved():
-    run = trainer(MIXED, rule="released", momentum=0.9).run(2, progress=False)
-    assert any("not published" in reason for reason in run.ledger.unproved)
-    with pytest.raises(mm.UnprovedError):
-        run.epsilon(1e-5)
-
-
 def test_random_labels_are_fixed():
     assert torch.equal(random_labels(100, 7), random_labels(100, 7))
     assert not torch.equal(random_labels(100, 7), random_labels(100, 7, seed=1))

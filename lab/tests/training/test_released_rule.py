@@ -90,3 +90,16 @@ def test_nothing_is_truncated():
     assert ReleasedRule().bound(Clip(2.0, 4)) == Clip(2.0)
     clip = ReleasedRule(embedded=True).bound(EmbeddingClip(1.0, 2.0, 4, 3.0))
     assert (clip.c0, clip.c1, clip.p, clip.c) == (1.0, 2.0, 1, float("inf"))
+
+
+def test_an_embedded_run_of_the_authors_is_not_proved():
+    x, y = torch.randn(20, 3, dtype=torch.float64), torch.zeros(20, dtype=torch.int64)
+    model, embedding = nn.Linear(3, 2).double(), mm.Embedding((x[:8].clone(), y[:8].clone()), 4, groups=1)
+    rule = ReleasedRule.of(model, True, momentum=0.9)
+    run = Trainer(
+        model, nn.CrossEntropyLoss(), (x, y), mm.EmbeddingMechanism(1.0, 0.5, 2.0), clip=1.0, lr=0.1, rule=rule,
+        embedding=embedding,
+    ).run(2, progress=False)  # fmt: skip
+    assert any("not published" in reason for reason in run.ledger.unproved)
+    with pytest.raises(mm.UnprovedError):
+        run.epsilon(1e-5)

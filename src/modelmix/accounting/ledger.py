@@ -84,6 +84,8 @@ class Ledger:
         populations: every population that is known of some phase, in order; filled in where there is one for all.
         stopped: where it was read from, if from a run that planned more: no epsilon is made of it, because what counts
             is the plan. It is not written down and not compared.
+        live: whether it is ``stopped`` because its trainer or loop may go on: the epsilon so far can be asked for, but
+            it is not saved elsewhere, and not given as what was spent.
     """
 
     phases: tuple[Phase, ...] = field(default=())
@@ -94,6 +96,7 @@ class Ledger:
     seeded: bool = False
     populations: tuple[int, ...] = field(default=())
     stopped: str = field(default="", compare=False, repr=False)
+    live: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -151,7 +154,13 @@ class Ledger:
             self.seeded or other.seeded,
             tuple({n for ledger in said for n in ledger.populations}),
             self.stopped or other.stopped,
+            all(ledger.live for ledger in (self, other) if ledger.stopped) and bool(self.stopped or other.stopped),
         )
+
+    @property
+    def instead(self) -> str:
+        """What counts the plan of a run that was stopped."""
+        return f"{self.stopped}.plan.ledger, or its folder or file" if self.live else f"mm.load_claim({self.stopped!r})"
 
     def starts_with(self, other: Ledger) -> bool:
         """Whether everything in ``other`` comes first in this ledger, however steps are put together to phases."""
@@ -181,11 +190,8 @@ class Ledger:
 
     def require_proof(self) -> None:
         """Raises ``UnprovedError`` if a rule was broken, and refuses what is a part of a run."""
-        if self.stopped:
-            raise ModelMixError(
-                f"{self.stopped} is of a run that planned more steps than it took, and stopping early does not lower "
-                f"epsilon: use mm.load_claim({self.stopped!r}), which counts the plan."
-            )
+        if not self.live:
+            self.require_whole()
         if self.unproved:
             raise UnprovedError(
                 "a step does what its mechanism says",
@@ -244,8 +250,17 @@ class Ledger:
         phases = merge_phases(phase_from_dict(entry) for entry in data["phases"])
         return cls(phases, tuple(data.get("unproved", ())), **{name: data[name] for name in claim})
 
+    def require_whole(self) -> None:
+        """Refuse the lines of a run that has planned more: where they are all that is known, its plan is lost."""
+        if self.stopped:
+            raise ModelMixError(
+                f"{self.stopped} is of a run that planned more steps than it took, and stopping early does not lower "
+                f"epsilon: use {self.instead}, which counts the plan."
+            )
+
     def save(self, path: str | Path) -> None:
-        """Writes the ledger atomically: the old file or the new one, never half of one."""
+        """Write the ledger atomically: the old file or the new one, never half of one."""
+        self.require_whole()
         write_atomically(path, self.to_json())
 
     @classmethod

@@ -41,6 +41,7 @@ def all_released(spent: Released | Sequence[Released]) -> Ledger:
     from modelmix.accounting.runs import Claim, load_claim
 
     if isinstance(spent, Ledger):
+        spent.require_whole()
         return spent
     if isinstance(spent, Claim):
         return spent.ledger
@@ -75,6 +76,7 @@ class Plan:
         target: the epsilon it was calibrated for, if it was: a plan that costs more is refused.
         spent: what was released about the same samples before; included in epsilon. A run folder or a ledger file, read
             by ``mm.load_claim`` so that runs and loops count as their plans, a ``Ledger``, or a list of these.
+        unproved: the rules of the proof that what runs it breaks, in words: no epsilon is made of it.
     """
 
     phases: tuple[Phase, ...]
@@ -84,6 +86,7 @@ class Plan:
     unit: str = "sample"
     target: float | None = None
     spent: Ledger = field(default_factory=Ledger)
+    unproved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -128,7 +131,7 @@ class Plan:
     @cached_property
     def ledger(self) -> Ledger:
         """Everything that will have been released at the end: what was spent before, then the plan."""
-        return self.spent.then(replace(self._claim, phases=self.phases))
+        return self.spent.then(replace(self._claim, phases=self.phases, unproved=self.unproved))
 
     def mechanism_at(self, step: int) -> Mechanism:
         """The mechanism of a step, counted from 1; ``BudgetExceeded`` past the end."""
@@ -205,6 +208,7 @@ class Plan:
             "unit": self.unit,
             "target": self.target,
             "spent": self.spent.to_json() if self.spent.phases else None,
+            **({"unproved": list(self.unproved)} if self.unproved else {}),
         }
 
     @classmethod
@@ -214,7 +218,7 @@ class Plan:
             phases = merge_phases(phase_from_dict(entry) for entry in data["phases"])
             spent = Ledger() if data["spent"] is None else Ledger.from_json(data["spent"])
             rest = {name: data[name] for name in ("delta", "population", "adjacency", "unit", "target")}
-            return cls(phases, spent=spent, **rest)
+            return cls(phases, spent=spent, unproved=tuple(data.get("unproved", ())), **rest)
         except (KeyError, TypeError, AttributeError):
             raise ModelMixError("the plan of this run is not readable: restore config.json.") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ def load_claim(path: str | Path) -> Claim:
         # Other programs have a config.json, too.
         if path.is_dir() or (place.name == "ledger.json" and config.exists() and _is_run(config)):
             return claim_of(read_config(config), ledger, str(path))
+        if config.exists() and _is_run(config):  # the run's own ledger under another name counts as the run
+            with suppress(ModelMixError):
+                return claim_of(read_config(config), ledger, str(path))
     return Claim(ledger, ledger, str(path))
 
 
@@ -117,7 +121,8 @@ def claim_of(config: Mapping[str, Any], ledger: Ledger, name: str = "this run") 
         if not isinstance(config["plan"], dict):
             raise ModelMixError(f"{name}: the plan of this run is not readable: restore config.json.")
         planned = Plan.from_dict(config["plan"]).ledger
-        if _neighbours(planned) != _neighbours(ledger) or not planned.starts_with(ledger):
+        # Wider mixing than was planned is never worse: a loop with a fixed threshold may run it.
+        if _neighbours(planned) != _neighbours(ledger) or not planned.starts_with(_narrowed(ledger, planned)):
             raise ModelMixError(
                 f"{name}: ledger.json does not begin what the plan in config.json says, so that neither tells its "
                 "epsilon: restore both."
@@ -170,6 +175,22 @@ def require_own_certificate(path: str | Path, claim: Claim, best: Guarantee) -> 
             f"{file} is not of this run as it stands (another ledger, plan or epsilon): do not use it. Remove it, or "
             "complete the run (modelmix train --out RUN --resume), which writes it anew."
         )
+
+
+def _narrowed(ledger: Ledger, planned: Ledger) -> Ledger:
+    """Return a ledger whose steps mix as widely as planned, where they mixed more widely."""
+    out, step = replace(ledger, phases=()), 0
+    ends = [sum(phase.steps for phase in planned.phases[: k + 1]) for k in range(len(planned.phases))]
+    for phase in ledger.phases:
+        left = phase.steps
+        while left:
+            at = next((k for k, end in enumerate(ends) if end > step), None)
+            if at is None:
+                return ledger
+            taken, mine, due = min(left, ends[at] - step), phase.mechanism, planned.phases[at].mechanism
+            wider = mine.mixing_width > due.mixing_width and replace(mine, mixing_width=due.mixing_width) == due
+            out, step, left = out.add(due if wider else mine, taken), step + taken, left - taken
+    return out
 
 
 def _neighbours(ledger: Ledger) -> tuple[object, ...]:

@@ -202,7 +202,7 @@ def _pay(
 
     _refuse_kept(ledger)  # also before its folder is made
     append_to_ledger(ledger, charged)  # first: a look that is not in the ledger must not happen
-    release = private_norm_histogram(network, nn.CrossEntropyLoss(), batch, mechanism, Randomness().step())
+    release = private_norm_histogram(network, nn.CrossEntropyLoss(), batch, mechanism, Randomness())
     facts |= {
         "epsilon_spent": float(epsilon), "delta": delta, "noise_std": mechanism.noise_multiplier, "sample_rate": q,
         "scope": guarantee(claim.add(mechanism, 1), delta).scope,

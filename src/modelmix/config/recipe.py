@@ -445,7 +445,7 @@ class Recipe:
                 ema=self.ema,
                 previous=other,
             ),
-            augment=None if self.augment is None else Augment(AUGMENTATIONS[self.augment], self.multiplicity),
+            augment=Augment(AUGMENTATIONS[self.augment] if self.augment else None, self.multiplicity),
             embedding=prepared.embedding,
             test_set=prepared.test if tested else None,
             folder=folder,

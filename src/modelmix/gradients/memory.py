@@ -15,6 +15,7 @@ import hashlib
 import io
 import itertools
 import pickle
+import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -332,7 +333,8 @@ def _inside(value: Any) -> Iterator[Any]:
             "Keep an index instead, and choose by something that belongs to the sample.",
         )
     elif type(value).__module__ in ("itertools", "array", "_random", "random"):
-        yield repr(value.getstate() if type(value).__module__ == "random" else value)
+        seedable = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+        yield repr(value.getstate() if seedable else value)
     elif (type(value).__module__ or "").split(".")[0] not in _SILENT:
         yield from (getattr(value, "__dict__", None), type(value))
         for slot in (s for c in type(value).__mro__ for s in _slots(c)):

@@ -79,6 +79,17 @@ def check_public_model(model: nn.Module, samples: Iterable[Tensor]) -> None:
                 )
 
 
+def require_other_samples(what: str, given: Iterable[Tensor], samples: Iterable[Tensor]) -> None:
+    """Refuse tensors that are declared public and lie in the memory of the training samples."""
+    taken = {t.untyped_storage().data_ptr() for t in samples if t.numel() and t.layout == torch.strided}
+    if any(t.untyped_storage().data_ptr() in taken for t in given if t.numel() and t.layout == torch.strided):
+        raise UnprovedError(
+            "what is declared public holds nothing of the training samples",
+            f"{what} lies in the memory of the training samples.",
+            "Give other samples, or do not declare them public.",
+        )
+
+
 def check_mechanism(mechanism: Mechanism, coordinates: int, embedded: bool = False) -> None:
     """Refuses an account that counts on fewer coordinates than are trained, or on a law that cannot be re-checked.
 

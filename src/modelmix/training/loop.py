@@ -53,7 +53,7 @@ from modelmix.training.loop_pass import (
 from modelmix.training.options import LoopOptions
 from modelmix.training.randomness import Randomness
 from modelmix.training.rules import Rule, State
-from modelmix.training.sampling import SeparateCollate, _pair, arrays_of, check_items_alone, copy_to_look_at
+from modelmix.training.sampling import Items, SeparateCollate, _pair, arrays_of, check_items_alone, copy_to_look_at
 from modelmix.training.step import PrivateStep
 
 _COVERS_NOT = (
@@ -108,8 +108,9 @@ class PrivateLoop:
         looked_at = copy_to_look_at(loader.dataset) if loader.num_workers else loader.dataset
         check_items_alone(looked_at)
         check_public_model(model, arrays_of(loader.dataset, n))
-        self.collate = SeparateCollate(loader.collate_fn, looked_at[0])
-        probe = _pair(self.collate([looked_at[0]])[0])  # its shapes and dtypes, which are public
+        first = Items(looked_at)[0]
+        self.collate = SeparateCollate(loader.collate_fn, first)
+        probe = _pair(self.collate([first])[0])  # its shapes and dtypes, which are public
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.labels = Labels(model, loss, probe)

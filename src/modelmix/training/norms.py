@@ -20,7 +20,7 @@ from modelmix.gradients.engines import Engine, Loss, universal
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.theory.clipping import EDGES, Array, Bias, NormHistogram, bin_of
 from modelmix.training.guard import check_model
-from modelmix.training.randomness import StepRandomness
+from modelmix.training.randomness import Randomness
 
 _CHUNK = 64
 
@@ -75,15 +75,17 @@ def gradient_statistics(
 class NormRelease:
     """A noisy histogram of gradient norms, and the phase that pays for it.
 
-    Put the phase into the ledger *before* anything computed from the histogram is kept.
+    Put the phase into the ledger *before* anything computed from the histogram is kept; ``seeded`` says whether its
+    noise is repeatable, which that ledger has to say as well.
     """
 
     histogram: NormHistogram
     phase: Phase
+    seeded: bool = False
 
 
 def private_norm_histogram(
-    model: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor], mechanism: Mechanism, randomness: StepRandomness
+    model: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor], mechanism: Mechanism, randomness: Randomness
 ) -> NormRelease:
     """Counts of per-sample gradient norms in fixed bins, by the Gaussian mechanism.
 
@@ -98,7 +100,7 @@ def private_norm_histogram(
 
     Args:
         mechanism: plain Gaussian: no mixing, no truncation.
-        randomness: the labels "norm sampling" and "norm histogram" are drawn.
+        randomness: its key serves this release and moves on, so that a second one has noise of its own.
     """
     if mechanism.mixed or mechanism.law != "gaussian" or mechanism.p != 1:
         raise ModelMixError("a histogram is released with plain Gaussian noise: give Mechanism(z, q) and nothing else.")
@@ -109,12 +111,14 @@ def private_norm_histogram(
     counts = np.zeros(EDGES.size + 1)
     engine = Engine(model, loss, (inputs[:1], targets[:1]), name="loop")
     engine.remember()
-    for i in randomness.poisson_indices("norm sampling", len(targets), mechanism.sample_rate).tolist():
+    draws = randomness.step()
+    for i in draws.poisson_indices("norm sampling", len(targets), mechanism.sample_rate).tolist():
         x, y = inputs[i : i + 1].clone(), targets[i : i + 1].clone()
         found = universal.per_sample_loop(model, loss, parameters, x, y, 1)
         square = sum(float(g.dense().double().square().sum()) for g in found.values())
         counts[bin_of([np.sqrt(square)])[0]] += 1
     engine.check()
-    noise = randomness.gaussian("norm histogram", counts.size).numpy()
+    noise = draws.gaussian("norm histogram", counts.size).numpy()
+    randomness.advance()  # before anybody has seen the noise
     noisy = np.round(counts + mechanism.noise_multiplier * noise)
-    return NormRelease(NormHistogram(noisy, mechanism.noise_multiplier), Phase(mechanism, 1))
+    return NormRelease(NormHistogram(noisy, mechanism.noise_multiplier), Phase(mechanism, 1), randomness.seeded)

@@ -227,8 +227,13 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def ledger(self) -> Ledger:
-        """What ran, in this loop and in those whose state it was given."""
-        return self._loop.account.ledger
+        """What ran, here and in loops whose state was given; while more is planned, ``plan.ledger`` is what counts."""
+        account = self._loop.account
+        return (
+            account.ledger
+            if account.steps == self.plan.steps
+            else replace(account.ledger, stopped="optimizer", live=True)
+        )
 
     @property
     def plan(self) -> Plan:

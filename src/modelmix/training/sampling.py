@@ -144,7 +144,7 @@ class DatasetSource:
         self.n = len(dataset)  # type: ignore[arg-type]
         self.looked_at = copy_to_look_at(dataset) if workers else dataset
         """What this process reads: workers are to open their files themselves, and would share those that are open."""
-        self._collate = SeparateCollate(None, self.looked_at[0]) if self.n else None
+        self._collate = SeparateCollate(None, Items(self.looked_at)[0]) if self.n else None
 
     def to(self, device: torch.device) -> DatasetSource:
         return self
@@ -382,14 +382,20 @@ def _check_items_forget(dataset: Dataset[Any], n: int) -> None:
     there can be no copies it must be what it was.
     """
     spread = [k * (n - 1) // 9 for k in range(10)]
+
+    def several() -> list[bytes]:
+        fresh = copy_to_look_at(dataset)
+        return [] if fresh is dataset else [_read(fresh, i, 0) for i in spread]
+
+    if several() != several():
+        return  # random by itself, in a way that nobody can repeat
     for seed in range(_SEEDS):
         used = copy_to_look_at(dataset)
         for target in {0, n - 1 - n // 3}:
             fresh = used if used is dataset else copy_to_look_at(dataset)
-            if used is not dataset and _read(fresh, target, seed) != _read(copy_to_look_at(dataset), target, seed):
-                return  # random by itself, in a way that nobody can repeat
             first = _read(fresh, target, seed)
-            for k, other in enumerate((max(0, target - 1), min(n - 1, target + 1), *spread)):
+            others = (max(0, target - 1), min(n - 1, target + 1), *spread)
+            for k, other in enumerate(others[: len(others) - seed % 3]):  # other counts: a generator may have a period
                 _read(used, other, seed + k)
             if _read(used, target, seed) != first:
                 raise UnprovedError(
@@ -412,20 +418,17 @@ def copy_to_look_at(dataset: Any) -> Any:
 
 
 def _read(dataset: Any, i: int, seed: int) -> bytes:
-    """A digest of an item, read with draws of this seed."""
-    generators = [g for g in reachable(dataset) if isinstance(g, _GENERATORS)]
-    kept = [_state_of(g) for g in generators]
-    for generator in generators:
-        _seed(generator, seed)
-    try:
-        with seeded(seed):
-            return _digest_of(own_copy(dataset[i]))
-    finally:
-        for generator, state in zip(generators, kept, strict=True):
-            _set_state(generator, state)
+    """Return a digest of an item, read as training reads it, with draws of this seed."""
+    return _digest_of(Items(dataset)[i, seed])
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def own_generators(dataset: Any) -> list[Any]:
+    """Return the generators that a dataset brings: on its attributes, in closures, transforms and modules."""
+    found = (g for g in reachable(dataset) if isinstance(g, _GENERATORS) and not isinstance(g, random.SystemRandom))
+    return list({id(g): g for g in found}.values())
 
 
 def _state_of(generator: Any) -> Any:
@@ -440,7 +443,7 @@ def _seed(generator: Any, seed: int) -> None:
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
-        generator.seed(seed)
+        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -463,11 +466,14 @@ def _another(row: Tensor, rows: Tensor) -> Tensor:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of torch, NumPy and Python that everybody has, and put their states back on exit."""
+def seeded(seed: int, generators: Iterable[Any] = ()) -> Iterator[None]:
+    """Seed the generators of torch, NumPy and Python that everybody has, and some more; restore all on exit."""
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002, what a dataset may draw from
     torch_state = torch.default_generator.get_state()
+    kept = [(g, _state_of(g)) for g in generators]
     try:
+        for k, (generator, _) in enumerate(kept):
+            _seed(generator, (seed + k) % 2**63)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -476,6 +482,8 @@ def seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
         random.setstate(state)
         np.random.set_state(numpy_state)  # noqa: NPY002
+        for generator, own in kept:
+            _set_state(generator, own)
 
 
 @contextmanager
@@ -520,22 +528,27 @@ class Items(Dataset[Any]):
     """The items of a dataset, each read by its own index and with random draws of its own.
 
     torch gives a whole draw to a dataset that has ``__getitems__``, where samples could meet; this one has none. An
-    item that seeds a generator, or uses more of it than others, is nothing to the items after it or to the model.
-    Whatever else is asked of it is asked of the dataset.
+    item that seeds a generator, or uses more of it than others, is nothing to the items after it or to the model. That
+    goes for generators of the dataset's own, too: the numbers of ``np.random.default_rng(0)`` are public, and which of
+    them an item gets would otherwise hang on how many items were drawn before it. Whatever else is asked of it is asked
+    of the dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
         vars(self)["_dataset"] = dataset
+        vars(self)["_generators"] = None  # found at the first read in this process
 
     def __len__(self) -> int:
         return len(vars(self)["_dataset"])
 
     def __getitem__(self, item: tuple[int, int] | int) -> Any:
         dataset = vars(self)["_dataset"]
-        if type(dataset) is TensorDataset or not isinstance(item, tuple):
-            return own_copy(dataset[item[0] if isinstance(item, tuple) else item])
-        index, seed = item
-        with seeded((seed ^ (index * 0x9E3779B97F4A7C15)) % 2**63):
+        index, seed = item if isinstance(item, tuple) else (item, 0)
+        if type(dataset) is TensorDataset:
+            return own_copy(dataset[index])
+        if vars(self)["_generators"] is None:
+            vars(self)["_generators"] = own_generators(dataset)
+        with seeded((seed ^ (index * 0x9E3779B97F4A7C15)) % 2**63, vars(self)["_generators"]):
             return own_copy(dataset[index])
 
     def __getattr__(self, name: str) -> Any:
@@ -547,7 +560,7 @@ class Items(Dataset[Any]):
         setattr(vars(self)["_dataset"], name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {**vars(self), "_generators": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -22,7 +22,13 @@ from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import Augment
 from modelmix.training.embedding import Embedding
 from modelmix.training.evaluation import evaluate
-from modelmix.training.guard import check_mechanism, check_model, check_public_model, require_not_private
+from modelmix.training.guard import (
+    check_mechanism,
+    check_model,
+    check_public_model,
+    require_not_private,
+    require_other_samples,
+)
 from modelmix.training.identity import code_digest
 from modelmix.training.labels import Labels
 from modelmix.training.options import RunOptions
@@ -105,6 +111,7 @@ class TrainingTask:
             labels.check(source.targets)
         if embedding is not None:
             labels.check(embedding.source.targets, "public")
+            require_other_samples("the public set", embedding.source.arrays(), source.arrays())
             embedding.layout(flat.size)
         if options.engine is not None:
             options.engine.require_fit(model)
@@ -196,11 +203,13 @@ class TrainingTask:
         """Return accuracy and loss of a state on held-out samples."""
         return evaluate(self.model, self.loss, self.flat.views(vector), source, self.gradients.device)
 
-    def check_test(self, test: Source) -> None:
-        """Refuse test labels that the model has no output for."""
+    def check_test(self, test: Source, public: bool) -> None:
+        """Refuse test labels that the model has no output for, and training samples that are declared public."""
         labels = Labels(self.model, self.loss, test.head(1))
         if isinstance(test, TensorSource):
             labels.check(test.targets, "test")
+        if public:
+            require_other_samples("the test set", test.arrays(), self.source.arrays())
 
 
 def resolve_plan(plan: Plan, clip: float, lr: Schedule, tau: Schedule | None) -> Plan:

@@ -110,10 +110,11 @@ class Trainer:
         task, rule = self._task, self._task.rule
         self._test = None if test_set is None else self._as_test(test_set)
         if self._test is not None:
-            task.check_test(self._test)
+            task.check_test(self._test, options.test_public)
         start = task.flat.read()
         other = None if rule.previous is None else task.flat.read_from(rule.previous)
         state = State.start(start, other, averaged=rule.ema is not None)
+        plan = replace(plan, unproved=rule.unproved)
         seeded = options.seed is not None or plan.spent.seeded
         ledger = replace(plan.ledger, phases=plan.spent.phases, unproved=rule.unproved, seeded=seeded)
         account = RunAccount(ledger, ledger.steps)
@@ -141,8 +142,9 @@ class Trainer:
 
     @property
     def ledger(self) -> Ledger:
-        """What ran, what was spent before included."""
-        return self._step.account.ledger
+        """What ran, what was spent before included; while more is planned, ``plan.ledger`` is what counts."""
+        ledger = self._step.account.ledger
+        return ledger if self.step == self.plan.steps else replace(ledger, stopped="trainer", live=True)
 
     @property
     def state(self) -> State:

@@ -17,7 +17,7 @@ from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
 from modelmix.gradients.clipping import Clip
-from modelmix.training.randomness import StepRandomness
+from modelmix.training.randomness import Randomness
 
 GROUPS = 27
 """Groups of Tramer and Boneh: 3 maps each for the 81 of a grey image, 9 for the 243 of a colour image."""
@@ -72,7 +72,7 @@ def private_channel_normalisation(
     mean_clip: float,
     square_clip: float,
     noise_multiplier: float,
-    randomness: StepRandomness,
+    randomness: Randomness,
 ) -> ChannelNormalisation:
     """Mean and variance of every channel over the training set, as two Gaussian releases.
 
@@ -105,7 +105,7 @@ def private_channel_normalisation(
         mean_clip: c1, the bound on |m_i|.
         square_clip: c2, the bound on |s_i|.
         noise_multiplier: z of each of the two releases.
-        randomness: where the noise comes from; the labels "channel means" and "channel second moments" are drawn.
+        randomness: its key serves these two releases and moves on, so that further ones have noise of their own.
 
     Returns:
         The variance is at least z*c2/n, a public constant: below its own noise nothing is known of it.
@@ -114,12 +114,13 @@ def private_channel_normalisation(
     n = whole("n", n, "the public size of the data set", least=1)
     clips = Clip(mean_clip).c, Clip(square_clip).c
     mechanism = Mechanism(noise_multiplier, 1.0)
-    sums = clipped_sums(features, *clips)
+    sums, draws = clipped_sums(features, *clips), randomness.step()
     labels = ("channel means", "channel second moments")
     mean, square = (
-        (total.cpu() + mechanism.noise_multiplier * clip * randomness.gaussian(label, features.shape[1])) / n
+        (total.cpu() + mechanism.noise_multiplier * clip * draws.gaussian(label, features.shape[1])) / n
         for total, clip, label in zip(sums, clips, labels, strict=True)
     )
+    randomness.advance()  # before anybody has seen the noise
     variance = (square - mean**2).clamp_min(mechanism.noise_multiplier * clips[1] / n)
     return ChannelNormalisation(mean, variance, Phase(mechanism, 2))
 

@@ -36,7 +36,7 @@ def by_private_moments(
         mean_clip=recipe.mean_clip or 0.0,
         square_clip=recipe.square_clip or 0.0,
         noise_multiplier=recipe.normalise_noise,
-        randomness=Randomness(recipe.seed).step(),
+        randomness=Randomness(recipe.seed),
     )
     moments = {
         "mean": normalise.mean.tolist(),

@@ -1,0 +1,169 @@
+"""Generators that a dataset brings: the numbers of a seeded one are public, and which item gets which is the draw."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import planned
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import modelmix as mm
+
+N, POPULATION = 40, 200
+V = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0])
+SHARED = np.random.default_rng(0)
+DRAWS = {
+    "numpy": lambda g: g.random(),
+    "random state": lambda g: g.random_sample(),
+    "python": lambda g: g.random(),
+    "torch": lambda g: torch.rand(1, generator=g).item(),
+}
+MADE = {
+    "numpy": lambda: np.random.default_rng(0),
+    "random state": lambda: np.random.RandomState(0),
+    "python": lambda: random.Random(0),
+    "torch": lambda: torch.Generator().manual_seed(0),
+}
+
+
+class Flips:
+    """Ordinary augmentation: every item is mirrored with probability one half."""
+
+    def __init__(self, x, kind):
+        self.x, self.generator, self.draw = x, MADE[kind](), DRAWS[kind]
+
+    def __len__(self):
+        return len(self.x)
+
+    def number(self, i):
+        return self.draw(self.generator)
+
+    def __getitem__(self, i):
+        return (self.x[i] if self.number(i) < 0.5 else -self.x[i]), 0
+
+
+class FlipsOfAModule(Flips):
+    def number(self, i):
+        return SHARED.random()
+
+
+class FlipsOfAClosure(Flips):
+    def __init__(self, x, kind):
+        super().__init__(x, kind)
+        generator, draw = self.generator, self.draw
+        self.generator, self.coin = None, lambda: draw(generator)
+
+    def number(self, i):
+        return self.coin()
+
+
+class Rejects(Flips):
+    """Draws until it likes what it gets, as random crops do: how often hangs on the item."""
+
+    def number(self, i):
+        found = self.draw(self.generator)
+        return found if self.x[i, 0] > 0 else self.draw(self.generator)
+
+
+def aligned(kind):
+    """Samples that, met by the public stream in their order, all pull one way."""
+    generator = MADE[kind]()
+    return torch.stack([V if DRAWS[kind](generator) < 0.5 else -V for _ in range(N)])
+
+
+def trainer_sum(dataset, rest):
+    plan = mm.Plan.of(mm.Mechanism(1e-9, 1.0), 1, population=POPULATION, adjacency="add-or-remove", delta=1e-4)
+    torch.manual_seed(1)
+    run = planned.Trainer(nn.Linear(5, 2, bias=False), nn.CrossEntropyLoss(), dataset, plan, 1.0, 1.0, seed=5, **rest)
+    before = run.state.last.clone()
+    run.run(1, progress=False)
+    return (before - run.state.last) * POPULATION
+
+
+def loop_sum(dataset, rest):
+    plan = mm.Plan.of(mm.Mechanism(1e-9, 1.0), 1, population=POPULATION, adjacency="add-or-remove", delta=1e-4)
+    torch.manual_seed(1)
+    model = nn.Linear(5, 2, bias=False)
+    model, optimizer, loader, criterion = planned.make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(dataset, batch_size=POPULATION, **rest),
+        nn.CrossEntropyLoss(), clip=1.0, plan=plan, seed=5,
+    )  # fmt: skip
+    before = model.weight.detach().clone().double()
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+    return (before - model.weight.detach().double()).flatten() * POPULATION
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("summed", [trainer_sum, loop_sum])
+def test_who_is_drawn_does_not_choose_what_others_draw(summed, kind):
+    x = aligned(kind)
+    moved = summed(Flips(x, kind), {}) - summed(Flips(x[1:], kind), {})
+    # Item i of the one is item i - 1 of the other: every one keeps its own draws, so that far more than one clip moves
+    # by chance. What may not happen is that all of them turn: 40 samples of one clip each, aligned by the stream.
+    assert float(summed(Flips(x, kind), {}).norm()) < 25
+    assert float(moved.norm()) < 25
+
+
+@pytest.mark.parametrize("made", [Flips, FlipsOfAModule, FlipsOfAClosure, Rejects])
+@pytest.mark.parametrize("summed", [trainer_sum, loop_sum])
+@pytest.mark.parametrize("last", [1.0, -1.0])
+def test_one_item_exchanged_moves_the_sum_by_two_clips(summed, made, last):
+    """The first item is another one; all others have the draws that they had."""
+    x = aligned("numpy")
+    other = x.clone()
+    other[0] = last * torch.tensor([9.0, -3.0, 2.0, 0.0, 1.0])
+    moved = summed(made(other, "numpy"), {}) - summed(made(x, "numpy"), {})
+    assert float(moved.norm()) <= 2 * (1 + 1e-6)
+
+
+def test_workers_read_with_the_same_draws():
+    x = aligned("numpy")
+    here, there = (loop_sum(Flips(x, "numpy"), {"num_workers": k}) for k in (0, 1))
+    torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+
+
+def test_a_generator_keeps_its_state_for_whoever_else_uses_it():
+    data = Flips(aligned("numpy"), "numpy")
+    before = data.generator.bit_generator.state
+    trainer_sum(data, {})
+    assert data.generator.bit_generator.state == before
+
+
+@pytest.mark.parametrize("summed", [trainer_sum, loop_sum])
+def test_entropy_of_the_system_is_refused_in_one_line(summed):
+    """Nobody can copy or seed it, so that nobody can see whether items hang on each other."""
+
+    class Jitter(Flips):
+        def __init__(self, x):
+            super().__init__(x, "python")
+            self.generator = random.SystemRandom()
+
+        def __getitem__(self, i):
+            return self.x[i] * self.generator.random(), 0
+
+    with pytest.raises(mm.UnprovedError, match="after others were read"):
+        summed(Jitter(aligned("python")), {})
+
+
+class Congruential(Flips):
+    """A generator of its own making, whose lowest bit alternates."""
+
+    def __init__(self, x, kind):
+        super().__init__(x, kind)
+        self.state = 1
+
+    def number(self, i):
+        self.state = (1103515245 * self.state + 12345) % 2**31
+        return self.state % 2
+
+
+@pytest.mark.parametrize("summed", [trainer_sum, loop_sum])
+def test_generators_that_nobody_can_seed_are_refused(summed):
+    with pytest.raises(mm.UnprovedError, match="after others were read"):
+        summed(Congruential(aligned("numpy"), "numpy"), {})
