@@ -392,7 +392,7 @@ def test_what_nobody_went_on_with_is_removed_after_a_month(tmp_path):
 def test_a_slow_transform_is_kept_for_all_that_is_made_of_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
     slow, images = Halves(), torch.randint(0, 256, (30, 3, 4, 4), dtype=torch.uint8)
-    kept = cache.Kept(slow)
+    kept = cache.Cached(slow)
     assert (kept.name, kept.version, kept.parameters) == (slow.name, slow.version, slow.parameters)
     found = [cached(Whitened(kept, images, count), images) for count in (4, 7, 4)]
     assert slow.seen == 30, "public and private images are the same ones here, and seen once"
@@ -522,5 +522,5 @@ def test_whoever_waits_is_told_how_far_it_is(monkeypatch, caplog):
     monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: next(now)))
     batches = [torch.zeros(5, 2)] * 4
     with caplog.at_level("INFO", logger="modelmix"):
-        assert len(list(cache.told("scattering", 20, batches))) == 4
+        assert len(list(cache.log_progress("scattering", 20, batches))) == 4
     assert caplog.messages == ["scattering: features of 10 of 20 images, 40 s left"]

@@ -17,11 +17,11 @@ from modelmix_lab.datasets import catalogue, checksum
 from modelmix_lab.datasets import fetch as fetching
 from modelmix_lab.datasets.catalogue import PublicSet
 from modelmix_lab.datasets.checksum import File
-from modelmix_lab.datasets.download import Patience
+from modelmix_lab.datasets.download import RetryPolicy
 
 SIZE = 300_000  # several pieces
 CONTENT = {name: np.random.default_rng(seed).bytes(SIZE) for seed, name in enumerate(("one.bin", "two.bin"))}
-QUICK = Patience(timeout=5.0, attempts=3, pause=0.001)
+QUICK = RetryPolicy(timeout=5.0, attempts=3, pause=0.001)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def sound() -> list[tuple[tarfile.TarInfo, bytes]]:
 
 
 def fetch(name, folder, **more):
-    return fetching.fetch(name, folder, **{"patience": QUICK, **more})
+    return fetching.fetch(name, folder, **{"retry": QUICK, **more})
 
 
 def refused(name, folder, **more) -> str:
@@ -158,7 +158,7 @@ def test_a_length_that_is_not_told(tmp_path, site, plain):
 
 def test_a_connection_that_stalls(tmp_path, site, plain):
     site.cuts, site.stall = [100_000], 1.5
-    fetch("plain", tmp_path, patience=Patience(timeout=0.3, attempts=2, pause=0.001))
+    fetch("plain", tmp_path, retry=RetryPolicy(timeout=0.3, attempts=2, pause=0.001))
     assert_complete(tmp_path)
     assert site.asked[1][1] == "bytes=100000-"  # what had arrived before the stall is kept
 

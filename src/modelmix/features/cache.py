@@ -105,7 +105,7 @@ def cached(
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Cached:
     """A slow transform whose features are cached before others are made of them; under its own name."""
 
     transform: Transform
@@ -131,7 +131,7 @@ class Kept:
         yield from torch.split(cached(self.transform, images), _AT_ONCE)
 
 
-def told(name: str, count: int, batches: Iterable[Tensor], done: int = 0) -> Iterator[Tensor]:
+def log_progress(name: str, count: int, batches: Iterable[Tensor], done: int = 0) -> Iterator[Tensor]:
     """The same batches; whoever waits long is told now and then how far they are, through the log of ``modelmix``.
 
     Args:
@@ -207,7 +207,7 @@ def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform,
             _require_room(path.parent, _size(shape, dtype) - file.rows * row)
             if file.rows < len(images):
                 batches = transform.batches(images[file.rows :])
-                for batch in told(transform.name, len(images), batches, file.rows):
+                for batch in log_progress(transform.name, len(images), batches, file.rows):
                     _require(transform, (len(images), *batch.shape[1:]), shape)
                     file.add(len(batch), batch.cpu().numpy().astype(dtype, order="C").data)
             _require(transform, (file.rows, *shape[1:]), shape)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from modelmix._imports import one_line
 from modelmix.errors import ModelMixError
-from modelmix.features.alone import check_alone
+from modelmix.features.independence import check_independence
 
 
 @dataclass(frozen=True, eq=False)
 class Extractor:
     """A function of each image alone as a ``Transform``.
 
-    Before it sees any data it is held to ``check_alone``; what it returns must be finite.
+    Before it sees any data it is held to ``check_independence``; what it returns must be finite.
 
     Args:
         name: the kind of function, the beginning of the names of its caches.
@@ -56,7 +56,7 @@ class Extractor:
         one = tuple(images.shape[1:])
         if one not in self._widths:
             with torch.no_grad():
-                self._widths[one] = check_alone(self._features, one, self.source)
+                self._widths[one] = check_independence(self._features, one, self.source)
         return len(images), self._widths[one]
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:

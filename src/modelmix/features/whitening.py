@@ -19,7 +19,7 @@ from torch import Tensor
 
 from modelmix._checks import whole
 from modelmix.errors import ModelMixError
-from modelmix.features.cache import Transform, told
+from modelmix.features.cache import Transform, log_progress
 from modelmix.kinds import IMAGES
 
 LENGTH = 5.0
@@ -110,9 +110,9 @@ class Whitened:
         side = max(size)
         if isinstance(self.images, str):
             seen = IMAGES[self.images](_COUNT, min(side, _LARGEST), torch.Generator("cpu").manual_seed(0))[:, :colours]
-            features = told(f"synthetic {self.images}", _COUNT, _sized(self.transform, seen, side, size))
+            features = log_progress(f"synthetic {self.images}", _COUNT, _sized(self.transform, seen, side, size))
         else:
-            features = told("public images", self._count, self.transform.batches(self.images))
+            features = log_progress("public images", self._count, self.transform.batches(self.images))
         with torch.no_grad():
             x = torch.cat([batch.flatten(1) for batch in features])
             mean = x.mean(0)

@@ -13,8 +13,8 @@ from modelmix._format import up
 from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.accounting.runs import TEST_METRICS, Claim
+from modelmix.runs import formatting
 from modelmix.runs import page_plots as plots
-from modelmix.runs import words
 from modelmix.runs.page_data import Run, read_run
 from modelmix.runs.page_html import Html, bullets, coded, document, joined, table, tag
 
@@ -80,7 +80,7 @@ def proved(run: Run, *, public: bool = False) -> Guarantee | None:
     more = Claim(
         run.planned,
         run.ledger,
-        assumed=tuple(words.assumed_by(run.recipe)),  # known to older runs from their recipe alone
+        assumed=tuple(formatting.assumed_by(run.recipe)),  # known to older runs from their recipe alone
         excluded=() if run.test_public else (TEST_METRICS,),
     )
     found = more.qualified(found)
@@ -96,11 +96,11 @@ def _title(run: Run) -> Html:
 
 def _banners(run: Run, best: Guarantee | None) -> Iterator[Html]:
     if best is None:
-        yield tag("div", words.NOT_PROVED, bullets(run.unproved), kind="banner")
+        yield tag("div", formatting.NOT_PROVED, bullets(run.unproved), kind="banner")
     elif math.isinf(best.epsilon):
-        yield tag("div", words.UNBOUNDED, kind="banner")
+        yield tag("div", formatting.UNBOUNDED, kind="banner")
     if "seed" not in run.config:
-        yield tag("div", words.SEED_UNKNOWN, kind="banner")
+        yield tag("div", formatting.SEED_UNKNOWN, kind="banner")
     elif run.planned.seeded:
         yield tag("div", SEEDED, kind="banner")
 
@@ -124,13 +124,13 @@ def _accuracy_fact(run: Run) -> Html:
 def _epsilon_fact(run: Run, best: Guarantee | None) -> Html:
     if best is None:
         claim = run.config.get("claimed_epsilon")
-        return _fact("privacy", words.NOT_PROVED, "" if claim is None else f"claimed, not proved: {_plain(claim)}")
+        return _fact("privacy", formatting.NOT_PROVED, "" if claim is None else f"claimed, not proved: {_plain(claim)}")
     note = f"{best.accountant}, rounded up"
     if best.steps > run.ledger.steps:
         so_far = up(guarantee(run.ledger, run.delta).epsilon)
         note += (
             f"; for all planned steps, however early the run was stopped ({so_far} only if it was fixed beforehand to "
-            f"stop after {words.count(run.ledger.steps)} steps)"
+            f"stop after {formatting.count(run.ledger.steps)} steps)"
         )
     if best.seeded:
         note += f"; {SEEDED}"
@@ -139,8 +139,8 @@ def _epsilon_fact(run: Run, best: Guarantee | None) -> Html:
 
 def _steps_fact(run: Run) -> Html:
     planned = run.planned.steps if "plan" in run.config else run.config.get("steps")
-    note = "" if planned is None else f"of {words.count(planned)} planned"
-    return _fact("steps", words.count(run.ledger.steps), note)
+    note = "" if planned is None else f"of {formatting.count(planned)} planned"
+    return _fact("steps", formatting.count(run.ledger.steps), note)
 
 
 def _fact(label: str, value: str, note: str = "") -> Html:
@@ -161,7 +161,7 @@ def _progress(run: Run, best: Guarantee | None, public: bool) -> Html:
     if curve is not None:
         drawn.append(curve)
     body = tag("div", *(tag("figure", plot) for plot in drawn), kind="plots")
-    notes = [] if any(lines.values()) else [words.TEST_LEFT_OUT if withheld else "No accuracy was recorded."]
+    notes = [] if any(lines.values()) else [formatting.TEST_LEFT_OUT if withheld else "No accuracy was recorded."]
     if best is None:
         notes.append("No curve of epsilon: it is not proved.")
     return _section("Accuracy and epsilon", *([body] if drawn else []), *(tag("p", n, kind="soft") for n in notes))
@@ -201,7 +201,7 @@ def _verdict(run: Run, best: Guarantee, plain: Guarantee, twin: Guarantee) -> st
 
 def _phases(run: Run) -> Html:
     rows = [
-        [f"{i}", f"{phase.steps:,}", *words.mechanism_cells(phase.mechanism)]
+        [f"{i}", f"{phase.steps:,}", *formatting.mechanism_cells(phase.mechanism)]
         for i, phase in enumerate(run.ledger.phases, start=1)
     ]
     left_out = len(rows) - _FIRST_PHASES - _LAST_PHASES
@@ -220,9 +220,9 @@ def _phases(run: Run) -> Html:
 def _guarantee(run: Run, best: Guarantee | None) -> Html:
     if best is None:
         why = tag("p", "No guarantee of differential privacy is proved for this run:")
-        return _section("The guarantee", why, bullets(run.unproved), tag("p", words.NOTHING_COVERED))
+        return _section("The guarantee", why, bullets(run.unproved), tag("p", formatting.NOTHING_COVERED))
     if math.isinf(best.epsilon):
-        return _section("The guarantee", tag("p", words.NOTHING_COVERED))
+        return _section("The guarantee", tag("p", formatting.NOTHING_COVERED))
     promise = (
         f"Everything listed as covered keeps ({up(best.epsilon)}, {run.delta!r})-differential privacy. {best.scope}"
     )
@@ -239,12 +239,12 @@ def _guarantee(run: Run, best: Guarantee | None) -> Html:
 
 def _diagnostics(run: Run, found: dict[str, Any]) -> Html:
     histogram = found.get("norm_histogram")
-    clip = words.number(run.settings.get("clip"))
+    clip = formatting.number(run.settings.get("clip"))
     plot = [] if histogram is None else [plots.norms(histogram["edges"], histogram["counts"], clip, _norm(run))]
     return tag(
         "section",
         tag("h2", "Diagnostics"),
-        tag("p", coded(words.DIAGNOSTICS), kind="mark"),
+        tag("p", coded(formatting.DIAGNOSTICS), kind="mark"),
         *(tag("figure", svg) for svg in plot),
         table(["", "how often", "count"], _clips(found), numbers=[1]),
         table([], _draws(found), numbers=[1]),
@@ -264,19 +264,19 @@ def _clips(found: dict[str, Any]) -> list[list[str]]:
         ("truncated coordinates", "truncated_coordinates", "coordinates"),
     )
     return [
-        [name, words.share(found.get(part), found.get(whole)),
-         f"{words.count(found.get(part))} of {words.count(found.get(whole))}"]
+        [name, formatting.share(found.get(part), found.get(whole)),
+         f"{formatting.count(found.get(part))} of {formatting.count(found.get(whole))}"]
         for name, part, whole in lines
     ]  # fmt: skip
 
 
 def _draws(found: dict[str, Any]) -> list[list[str]]:
     drawn = found.get("drawn")
-    sizes = [words.count(size) for size in drawn] if isinstance(drawn, list) and len(drawn) == 3 else ["-"] * 3
+    sizes = [formatting.count(size) for size in drawn] if isinstance(drawn, list) and len(drawn) == 3 else ["-"] * 3
     return [
         ["drawn batch size: mean, smallest, largest", " / ".join(sizes)],
-        ["empty draws", words.count(found.get("empty_draws"))],
-        ["samples whose gradient was not finite", words.count(found.get("nonfinite"))],
+        ["empty draws", formatting.count(found.get("empty_draws"))],
+        ["samples whose gradient was not finite", formatting.count(found.get("nonfinite"))],
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import Claim, claim_of, read_config, read_object
 from modelmix.errors import ModelMixError
-from modelmix.runs.words import number
+from modelmix.runs.formatting import number
 
 
 @dataclass(frozen=True)

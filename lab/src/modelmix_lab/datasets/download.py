@@ -26,7 +26,7 @@ _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long to bear with a network.
 
     Args:
@@ -58,7 +58,7 @@ def download(
     path: Path,
     file: File,
     *,
-    patience: Patience,
+    retry: RetryPolicy,
     watch: Callable[[int], None],
     note: Callable[[str], None],
 ) -> bool:
@@ -71,7 +71,7 @@ def download(
         url: http or https.
         path: where the file goes; folders are made if need be.
         file: its length and md5.
-        patience: with the network.
+        retry: with the network.
         watch: called with the number of bytes held, now and then.
         note: called with a line for the user.
     """
@@ -85,7 +85,7 @@ def download(
         if found_before:
             note(f"going on with {part.path}, which holds {part.length:,} of {file.size:,} bytes")
         while True:
-            _complete(url, part, file, patience, watch)
+            _complete(url, part, file, retry, watch)
             if (part.length, part.md5) == (file.size, file.md5):
                 part.becomes(path)
                 return True
@@ -100,14 +100,14 @@ def download(
             found_before = False
 
 
-def _complete(url: str, part: _Part, file: File, patience: Patience, watch: Callable[[int], None]) -> None:
+def _complete(url: str, part: _Part, file: File, retry: RetryPolicy, watch: Callable[[int], None]) -> None:
     """Brings ``part`` to the length of the file or beyond it, over as many connections as it takes."""
     failures = 0
     found_before = part.length > 0
     while part.length < file.size:
         before = part.length
         try:
-            _receive(url, part, file.size, patience.timeout, watch)
+            _receive(url, part, file.size, retry.timeout, watch)
             reason = "the connection ended early"
         except urllib.error.HTTPError as error:
             error.close()
@@ -133,7 +133,7 @@ def _complete(url: str, part: _Part, file: File, patience: Patience, watch: Call
             failures = 0
             continue
         failures += 1
-        if failures >= patience.attempts:
+        if failures >= retry.attempts:
             kept = (
                 f"{part.length:,} of {file.size:,} bytes are kept in {part.path}" if part.length else "nothing is kept"
             )
@@ -141,7 +141,7 @@ def _complete(url: str, part: _Part, file: File, patience: Patience, watch: Call
                 f"{url} could not be fetched in {failures} attempts: {reason}; {kept}. Check the network and run the "
                 "same command again, or give another source with --url-base."
             )
-        time.sleep(patience.pause * 2 ** (failures - 1))
+        time.sleep(retry.pause * 2 ** (failures - 1))
 
 
 def _receive(url: str, part: _Part, size: int, timeout: float, watch: Callable[[int], None]) -> None:

@@ -12,7 +12,7 @@ from modelmix.data.directory import directory
 from modelmix.errors import ModelMixError
 from modelmix_lab.datasets import archive, catalogue, checksum
 from modelmix_lab.datasets.checksum import File
-from modelmix_lab.datasets.download import Patience, download, missing
+from modelmix_lab.datasets.download import RetryPolicy, download, missing
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def fetch(
     data_dir: str | Path | None = None,
     *,
     url_base: str | None = None,
-    patience: Patience | None = None,
+    retry: RetryPolicy | None = None,
     watch: Callable[[File, int], None] = lambda file, held: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Fetched:
@@ -38,7 +38,7 @@ def fetch(
         name: of the set: cifar10, svhn or fashion-mnist.
         data_dir: the data directory; by default as for `modelmix.data.load`.
         url_base: another place with the same files, without their names.
-        patience: with the network.
+        retry: with the network.
         watch: called with a file and the number of its bytes that are here, now and then.
         note: called with a line for the user.
     """
@@ -52,7 +52,7 @@ def fetch(
             f"{base}/{file.name}",
             where / file.name,
             file,
-            patience=patience or Patience(),
+            retry=retry or RetryPolicy(),
             watch=lambda held: watch(file, held),
             note=note,
         )

@@ -46,7 +46,7 @@ class Frozen:
         require_images(images, "a prior")
         if len(images) == 0 or min(images.shape[2:]) < _SMALLEST:
             raise ModelMixError(f"a prior needs one or more images of {_SMALLEST} pixels a side or more.")
-        return len(images), 4 * 96 * self.prior.lesson.width
+        return len(images), 4 * 96 * self.prior.config.width
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
         """The features of a few images after the other, float32 on the device."""

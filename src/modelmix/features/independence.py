@@ -24,7 +24,7 @@ differs, and in batches of different sizes, where other kernels may run."""
 _SIDE = 64  # of the images that are drawn before they are scaled to the size in question
 
 
-def check_alone(features: Callable[[Tensor], Tensor], shape: tuple[int, ...], name: str) -> int:
+def check_independence(features: Callable[[Tensor], Tensor], shape: tuple[int, ...], name: str) -> int:
     """Refuses a function whose features of an image depend on its company, on its place, or on chance.
 
     Seen is what shows on a few images: a function that leaves no trace of company there, or changes its mind later, is

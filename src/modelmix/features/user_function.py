@@ -19,7 +19,7 @@ from modelmix.features.inputs import Inputs
 from modelmix.features.local import contents, state_dict
 
 
-def own_function(name: str, *, unit_length: bool = False) -> Extractor:
+def user_function(name: str, *, unit_length: bool = False) -> Extractor:
     """The features function(images) of uint8 images N x C x H x W on the CPU, as N x d floats of torch or numpy.
 
     A function that also depends on something outside its file should say so: ``function.version = "2"``.
@@ -28,7 +28,7 @@ def own_function(name: str, *, unit_length: bool = False) -> Extractor:
     return Extractor("own", name, function, identity, unit_length)
 
 
-def own_network(
+def user_network(
     name: str, weights: str | Path, inputs: Inputs, device: torch.device | str, *, unit_length: bool = False
 ) -> Extractor:
     """The features of a network that function() builds, with weights from a file of its state dict.

@@ -11,7 +11,7 @@ import numpy as np
 from modelmix.report import style
 
 if TYPE_CHECKING:
-    from modelmix_lab.experiments.beyond import Line
+    from modelmix_lab.experiments.other_randomness import Line
 
 _LOOKS = (
     (style.PLAIN, "-"),

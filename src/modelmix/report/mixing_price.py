@@ -11,7 +11,7 @@ import numpy as np
 from modelmix.report import style
 
 if TYPE_CHECKING:
-    from modelmix.theory.worth import Cell
+    from modelmix.theory.mixing_price import Cell
 
 _LOOKS = ((style.MIXED, "-"), (style.MIXED_25, "--"), (style.MIXED_100, "-."))
 
