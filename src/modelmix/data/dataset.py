@@ -104,7 +104,7 @@ def load(
     path = Path(source)
     counted: dict[str, Any] = {"count": classes, "test_public": test_public}
     found = {name: place for name, kind in _recognised().items() if (place := kind.held(path)) is not None}
-    several = [*found, *(["images in train/<class>/"] if images.there(path) else [])]
+    several = [*found, *(["images in train/<class>/"] if images.is_present(path) else [])]
     if len(several) > 1:
         raise ModelMixError(
             f"{path} holds files of {' and of '.join(several)}: which is meant cannot be told. Give the name of one, "
@@ -114,7 +114,7 @@ def load(
         return _public(*next(iter(found.items())), **counted)
     if path.suffix == ".npz" and path.is_file():
         return _assembled(path.stem, _npz(path), owned=True, **counted)
-    if images.there(path):
+    if images.is_present(path):
         arrays, names = images.read(path, image_size)
         return _assembled(path.resolve().name, arrays, names, owned=True)
     if path.is_dir():
@@ -148,7 +148,7 @@ def from_arrays(
 
 def _idx_below(path: Path) -> Path | None:
     places = (path / place for place in ("", "fashion-mnist", "FashionMNIST/raw"))
-    return next((place for place in places if fashion.there(place)), None)
+    return next((place for place in places if fashion.is_present(place)), None)
 
 
 def read_idx(path: Path) -> tuple[str, Mapping[str, Array], tuple[str, ...] | None]:

@@ -68,7 +68,7 @@ def folder(path: Path) -> dict[str, NDArray[np.uint8]]:
     return {key: idx.read(_find(path, name)) for key, name in CANONICAL.items()}
 
 
-def there(path: Path) -> bool:
+def is_present(path: Path) -> bool:
     """Whether ``path`` is a folder with one of the four files."""
     return any((path / (name + packing)).is_file() for name in CANONICAL.values() for packing in _PACKINGS)
 

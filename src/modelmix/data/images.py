@@ -26,7 +26,7 @@ _NAMED = 3  # bad files that an error names
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # of 8 bits a colour or less
 
 
-def there(path: Path) -> bool:
+def is_present(path: Path) -> bool:
     """Whether ``path`` has a folder train with folders in it."""
     return (path / "train").is_dir() and any(_folders(path / "train"))
 

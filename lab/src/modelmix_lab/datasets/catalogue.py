@@ -41,9 +41,9 @@ CATALOGUE = {
         url="https://www.cs.toronto.edu/~kriz",
         licence="no formal licence; for research, citing Krizhevsky, Learning Multiple Layers of Features from Tiny "
         "Images, 2009",
-        folder=cifar.BINARY.folder,
-        files=(File(cifar.BINARY.archive, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),),
-        members=tuple(File(name, md5, 30_730_000) for name, md5 in cifar.BINARY.md5.items()),
+        folder=cifar.FOLDER,
+        files=(File(cifar.ARCHIVE, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),),
+        members=tuple(File(name, md5, 30_730_000) for name, md5 in cifar.MD5.items()),
         places=("", "cifar10"),
     ),
     "svhn": PublicSet(
@@ -72,7 +72,7 @@ CATALOGUE = {
     ),
 }
 
-_THERE = {"cifar10": cifar.there, "svhn": svhn.there, "fashion-mnist": fashion.there}
+_IS_PRESENT = {"cifar10": cifar.is_present, "svhn": svhn.is_present, "fashion-mnist": fashion.is_present}
 
 
 def published(name: str) -> PublicSet:
@@ -94,4 +94,4 @@ def held(name: str, path: Path) -> Path | None:
 
 
 def _first(name: str, root: Path, places: tuple[str, ...]) -> Path | None:
-    return next((root / place for place in places if _THERE[name](root / place)), None)
+    return next((root / place for place in places if _IS_PRESENT[name](root / place)), None)

@@ -32,7 +32,7 @@ _ZERO = 10
 """How the files write the label of the digit 0."""
 
 
-def there(path: Path) -> bool:
+def is_present(path: Path) -> bool:
     """Whether ``path`` is a folder with one of the two files."""
     return any((path / name).is_file() for name in FILES.values())
 

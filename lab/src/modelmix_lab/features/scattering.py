@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,30 +44,22 @@ _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Scattering:
-    """The transform as a value: call it, or give it to ``cached``.
+    """The scattering transform: call it on images, or give it to ``cached``.
 
     Args:
-        implementation: "own" runs wherever torch runs, and is the default so that features do not depend on what is
-            installed. "kymatio" asks the library of that name; the two agree to 1e-6 of the largest value of a map.
         device: where to compute; the GPU when there is one.
     """
 
-    implementation: Literal["own", "kymatio"] = "own"
     device: torch.device | str | None = None
 
     name: ClassVar[str] = "scattering"
     version: ClassVar[int] = 1  # count up whenever the features of any image change
 
-    def __post_init__(self) -> None:
-        if self.implementation not in _PLANE_TRANSFORMS:
-            raise ModelMixError(
-                f"implementation = {self.implementation!r} is unknown: choose one of {', '.join(_PLANE_TRANSFORMS)}."
-            )
-
     @property
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
-        return {"J": 2, "L": _ANGLES, "order": 2, "implementation": self.implementation}
+        # "implementation" is in the names of caches since there were two.
+        return {"J": 2, "L": _ANGLES, "order": 2, "implementation": "own"}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
         """The shape of the features of ``images``; refuses what cannot be transformed."""
@@ -86,7 +78,7 @@ class Scattering:
         """The features of a few images after the other, float32 on the device. Memory does not grow with N."""
         _, maps, height, width = self.shape(images)
         device = self._where
-        transform = _PLANE_TRANSFORMS[self.implementation](images.shape[2], images.shape[3], device)
+        transform = _plane_transform(images.shape[2], images.shape[3], device)
         pixels_of_one = images.shape[1] * (images.shape[2] + 2 * _STEP) * (images.shape[3] + 2 * _STEP)
         at_once = (_PIXELS_CPU if device.type == "cpu" else _PIXELS_GPU) // pixels_of_one
         for batch in torch.split(images, max(1, at_once)):
@@ -115,8 +107,8 @@ def pixels(images: Tensor) -> Tensor:
     return (x - mean) / deviation
 
 
-def _own(height: int, width: int, device: torch.device) -> Planes:
-    """The transform by batched Fourier transforms in torch."""
+def _plane_transform(height: int, width: int, device: torch.device) -> Planes:
+    """Build the transform of one plane by batched Fourier transforms in torch."""
     size = (height + 2 * _STEP, width + 2 * _STEP)
     psi = [_tensor(_wavelets(size, j), device) for j in (0, 1)]
     low = _low_pass(size)
@@ -142,21 +134,6 @@ def _own(height: int, width: int, device: torch.device) -> Planes:
         return out
 
     return transform
-
-
-def _kymatio(height: int, width: int, device: torch.device) -> Planes:
-    try:
-        # Not through kymatio.torch: version 0.3.0 then wants a function that scipy 1.17 no longer has.
-        from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D  # type: ignore
-    except ImportError:
-        raise ModelMixError(
-            "kymatio is not installed: install it with pip install kymatio, or leave implementation out."
-        ) from None
-    scattering = ScatteringTorch2D(J=2, shape=(height, width), L=_ANGLES).to(device)
-    return lambda planes: scattering(planes.contiguous())
-
-
-_PLANE_TRANSFORMS: dict[str, Callable[[int, int, torch.device], Planes]] = {"own": _own, "kymatio": _kymatio}
 
 
 def _halve(spectrum: Tensor) -> Tensor:
