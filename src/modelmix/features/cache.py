@@ -23,16 +23,16 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout, UnixFileLock
 from torch import Tensor
 
+from modelmix._files import hold_lock
 from modelmix.errors import ModelMixError
 from modelmix.features.resumable_file import DIGEST_BYTES, ResumableFile, digest_of, sweep
 
@@ -105,7 +105,7 @@ def cached(
             stacklevel=2,
         )
     try:
-        with _locked(path, transform.name):
+        with hold_lock(path, lambda: _LOG.info("%s: another process computes these features; waiting", transform.name)):
             with suppress(OSError, ValueError):
                 return _open(path, shape, dtype)  # another process has just made it
             _write(path, shape, dtype, transform, images)
@@ -202,25 +202,6 @@ def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
         if digest is None or file.read() != digest.digest():
             raise ValueError("its content is damaged")
     return torch.from_numpy(np.memmap(path, dtype, "c", offset=len(header), shape=shape))
-
-
-@contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    """Hold the lock of a cache, which dies with the process; wait for another process that computes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"), mode=0o600, thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _LOG.info("%s: another process computes these features; waiting for it", name)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        if isinstance(lock, UnixFileLock):  # deleted while held: whoever waits notices, and takes a new file
-            with suppress(OSError):
-                os.unlink(lock.lock_file)
-        lock.release()
 
 
 def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform, images: Tensor) -> None:

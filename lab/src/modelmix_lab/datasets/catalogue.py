@@ -42,8 +42,10 @@ CATALOGUE = {
         licence="no formal licence; for research, citing Krizhevsky, Learning Multiple Layers of Features from Tiny "
         "Images, 2009",
         folder=cifar.FOLDER,
-        files=(File(cifar.ARCHIVE, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),),
-        members=tuple(File(name, md5, 30_730_000) for name, md5 in cifar.MD5.items()),
+        files=(
+            File(cifar.ARCHIVE, "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd", 170_052_171),
+        ),
+        members=tuple(File(name, f"md5:{md5}", 30_730_000) for name, md5 in cifar.MD5.items()),
         places=("", "cifar10"),
     ),
     "svhn": PublicSet(
@@ -52,8 +54,14 @@ CATALOGUE = {
         licence="for non-commercial use only; citing Netzer et al., Reading Digits in Natural Images, 2011",
         folder="svhn",
         files=(
-            File(svhn.FILES["train"], svhn.MD5["train"], 182_040_794),
-            File(svhn.FILES["test"], svhn.MD5["test"], 64_275_384),
+            File(
+                "train_32x32.mat",
+                "sha256:435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
+                182_040_794,
+            ),
+            File(
+                "test_32x32.mat", "sha256:cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b", 64_275_384
+            ),
         ),
         places=("svhn", ""),
     ),
@@ -63,10 +71,26 @@ CATALOGUE = {
         licence="MIT, (c) 2017 Zalando SE",
         folder="fashion-mnist",
         files=(
-            File("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
-            File("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
-            File("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
-            File("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
+            File(
+                "train-images-idx3-ubyte.gz",
+                "sha256:3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+                26_421_880,
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                "sha256:a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+                29_515,
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                "sha256:346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+                4_422_102,
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                "sha256:67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+                5_148,
+            ),
         ),
         places=("fashion-mnist", "FashionMNIST/raw", ""),
     ),
