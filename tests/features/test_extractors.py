@@ -335,7 +335,7 @@ def test_an_onnx_file(onnx, tmp_path):
 def test_an_onnx_file_gets_what_it_takes(onnx, shape, kind, size):
     made = onnx_file(onnx(WEIGHTS, 2, shape, kind), RAW)
     found = torch.cat(list(made.batches(IMAGES)))
-    x = Inputs(size, "raw").resized(IMAGES)
+    x = Inputs(size, "raw").resize(IMAGES)
     torch.testing.assert_close(found, expected(x.round() if kind == BYTES else x))
 
 

@@ -19,7 +19,7 @@ from modelmix_lab.features.prior import PriorConfig, contrast, train_prior
 from modelmix_lab.features.views import views
 from modelmix_lab.features.weights import Prior, save
 from modelmix_lab.synthetic.synthetic import objects, synthetic
-from modelmix_lab.synthetic.textures import painted
+from modelmix_lab.synthetic.textures import paint_textures
 
 CONFIG = PriorConfig(images=24, steps=2, batch=8, width=1)
 
@@ -36,7 +36,7 @@ def leaves(count: int = 16, seed: int = 0, side: int = 32):
     return dead_leaves(count, side, torch.Generator("cpu").manual_seed(seed))
 
 
-FAMILIES = pytest.mark.parametrize("family", [dead_leaves, painted, objects, synthetic])
+FAMILIES = pytest.mark.parametrize("family", [dead_leaves, paint_textures, objects, synthetic])
 
 
 def made(family, count: int = 16, seed: int = 0, side: int = 32):

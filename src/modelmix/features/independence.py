@@ -25,7 +25,7 @@ _SIDE = 64  # of the images that are drawn before they are scaled to the size in
 
 
 def check_independence(features: Callable[[Tensor], Tensor], shape: tuple[int, ...], name: str) -> int:
-    """Refuses a function whose features of an image depend on its company, on its place, or on chance.
+    """Refuse a function whose features of an image depend on other images, on its place, or on chance.
 
     Seen is what shows on a few images: a function that leaves no trace of company there, or changes its mind later, is
     not caught.
@@ -59,7 +59,7 @@ def check_independence(features: Callable[[Tensor], Tensor], shape: tuple[int, .
 
 
 def _images(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Three pale images; black, white and bright noise to stand beside them; and three more of their kind."""
+    """Draw three pale images; black, white and bright noise to stand beside them; and three more of their kind."""
     colours, height, width = shape
     generator = torch.Generator("cpu").manual_seed(0)
     leaves = F.interpolate(dead_leaves(6, _SIDE, generator).float(), (height, width), mode="bilinear")

@@ -87,7 +87,7 @@ class Whitened:
         return _RIDGE if isinstance(self.images, str) else _PUBLIC_RIDGE
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses what has fewer features than components."""
+        """Return the shape of the features of ``images``; refuse what has fewer features than components."""
         n, *features = self.transform.shape(images)
         most = min(self._count - 1, torch.Size(features).numel())
         if self.components > most:
@@ -98,14 +98,14 @@ class Whitened:
         return n, self.components
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the device."""
+        """Yield the features of the images batch by batch, float32 on the device."""
         self.shape(images)
         mean, rows = self._directions(images[:1])
         for batch in self.transform.batches(images):
             yield LENGTH * F.normalize((batch.flatten(1) - mean) @ rows.T, dim=1)
 
     def _directions(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean of features of images that are not private, and the directions over their deviations."""
+        """Return the mean of features of public or synthetic images, and the directions over their deviations."""
         colours, *size = like.shape[1:]
         side = max(size)
         if isinstance(self.images, str):
@@ -137,7 +137,7 @@ class Whitened:
 
 
 def _sized(transform: Transform, images: Tensor, side: int, size: Sequence[int]) -> Iterator[Tensor]:
-    """The features of square images, enlarged to ``side`` if they are smaller and cut to ``size``."""
+    """Yield the features of square images, enlarged to ``side`` if they are smaller and cut to ``size``."""
     for some in torch.split(images, _AT_ONCE):
         if some.shape[-1] != side:
             some = F.interpolate(some.float(), (side, side), mode="bilinear").round().to(torch.uint8)

@@ -100,19 +100,19 @@ _IS_PRESENT = {"cifar10": cifar.is_present, "svhn": svhn.is_present, "fashion-mn
 
 
 def published(name: str) -> PublicSet:
-    """The set of this name."""
+    """Return the public set of this name."""
     if name not in CATALOGUE:
         raise ModelMixError(f"there is no public data set {name!r}: allowed are {', '.join(CATALOGUE)}.")
     return CATALOGUE[name]
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
-    """The folder in the data directory that holds files of this set, not yet checked; None if there is none."""
+    """Return the folder in the data directory that holds files of this set, not yet checked; None if there is none."""
     return _first(name, directory(data_dir), published(name).places)
 
 
 def held(name: str, path: Path) -> Path | None:
-    """Where files of this set lie in this folder, in their usual places below it, or that this is its archive."""
+    """Return where files of this set lie in or below this folder, or ``path`` if it is their archive; else None."""
     # What lies in the folder itself wins over the same set below it: the folder is what was given.
     return _first(name, path, ("", *CATALOGUE[name].places))
 

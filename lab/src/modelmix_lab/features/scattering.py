@@ -62,7 +62,7 @@ class Scattering:
         return {"J": 2, "L": _ANGLES, "order": 2, "implementation": "own"}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses what cannot be transformed."""
+        """Return the shape of the features of ``images``; refuse what cannot be transformed."""
         require_images(images, "scattering")
         n, colours, height, width = images.shape
         if n == 0:
@@ -75,7 +75,7 @@ class Scattering:
         return n, MAPS * colours, height // _STEP, width // _STEP
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the device. Memory does not grow with N."""
+        """Yield the features of the images batch by batch, float32 on the device. Memory does not grow with N."""
         _, maps, height, width = self.shape(images)
         device = self._where
         transform = _plane_transform(images.shape[2], images.shape[3], device)
@@ -85,7 +85,7 @@ class Scattering:
             yield transform(pixels(batch.to(device)).flatten(0, 1)).reshape(-1, maps, height, width)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The features of uint8 images N x C x H x W: float32 N x 81 C x H/4 x W/4, on the device."""
+        """Return the features of uint8 images N x C x H x W: float32 N x 81 C x H/4 x W/4, on the device."""
         out = torch.empty(self.shape(images), device=self._where)
         start = 0
         for batch in self.batches(images):
@@ -99,7 +99,7 @@ class Scattering:
 
 
 def pixels(images: Tensor) -> Tensor:
-    """What is transformed: grey on [0, 1]; colours after ImageNet's mean and deviation. float32."""
+    """Convert to float32 what is transformed: grey on [0, 1]; colours after ImageNet's mean and deviation."""
     x = images.float() / 255
     if images.shape[1] == 1:
         return x
@@ -115,7 +115,7 @@ def _plane_transform(height: int, width: int, device: torch.device) -> Planes:
     phi = [_tensor(f[:, : f.shape[1] // 2 + 1], device) for f in (low, _half_resolution(low))]
 
     def smooth(x: Tensor, j: int) -> Tensor:
-        """Real maps at resolution 2^-j: * phi, sampled at each 4th pixel of the image, without the reflected border."""
+        """Convolve real maps at resolution 2^-j with phi, at each 4th pixel inside the reflected border."""
         smoothed: Tensor = torch.fft.irfft2(torch.fft.rfft2(x) * phi[j], s=x.shape[-2:])
         k = _STEP >> j
         return smoothed[..., k:-k:k, k:-k:k]
@@ -137,7 +137,7 @@ def _plane_transform(height: int, width: int, device: torch.device) -> Planes:
 
 
 def _halve(spectrum: Tensor) -> Tensor:
-    """The spectrum of every second pixel in both directions: the mean over the frequencies that become one."""
+    """Return the spectrum of every second pixel in both directions: the mean over the frequencies that become one."""
     h, w = spectrum.shape[-2] // 2, spectrum.shape[-1] // 2
     rows = spectrum[..., :h, :] + spectrum[..., h:, :]
     return (rows[..., :w] + rows[..., w:]) / 4
@@ -150,7 +150,9 @@ Array = NDArray[Any]
 
 
 def _gabor(size: tuple[int, int], sigma: float, angle: float, frequency: float, slant: float) -> Array:
-    """exp(-(a^2 + slant^2 b^2) / (2 sigma^2) + i frequency a) / (2 pi sigma^2 / slant), a along the angle, b across.
+    """Sample a Gabor filter, a along the angle and b across.
+
+    exp(-(a^2 + slant^2 b^2) / (2 sigma^2) + i frequency a) / (2 pi sigma^2 / slant)
 
     Summed over the periods -2 .. 2 of the image, which is all of it: no filter is wider than 3.2 pixels.
     """
@@ -164,12 +166,12 @@ def _gabor(size: tuple[int, int], sigma: float, angle: float, frequency: float, 
 
 
 def _low_pass(size: tuple[int, int]) -> Array:
-    """phi: a round Gaussian of 1.6 pixels."""
+    """Return phi, a round Gaussian of 1.6 pixels."""
     return np.fft.fft2(_gabor(size, 1.6, 0.0, 0.0, 1.0)).real
 
 
 def _wavelets(size: tuple[int, int], j: int) -> Array:
-    """psi(j, a) for the 8 angles: sigma 0.8 * 2^j pixels, frequency 3/4 pi / 2^j, and a mean of exactly zero."""
+    """Return psi(j, a) for the 8 angles: sigma 0.8 * 2^j pixels, frequency 3/4 pi / 2^j, mean exactly zero."""
     out = []
     for a in range(_ANGLES):
         shape = (size, 0.8 * 2**j, (_ANGLES // 2 - 1 - a) * math.pi / _ANGLES)
@@ -179,7 +181,7 @@ def _wavelets(size: tuple[int, int], j: int) -> Array:
 
 
 def _half_resolution(spectrum: Array) -> Array:
-    """A filter for images of half the size: its lower half of the frequencies."""
+    """Return the filter for images of half the size: its lower half of the frequencies."""
     h, w = (n // 4 for n in spectrum.shape)
     return spectrum[np.r_[:h, -h:0]][:, np.r_[:w, -w:0]]
 

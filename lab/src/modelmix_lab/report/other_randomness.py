@@ -23,7 +23,7 @@ _LOOKS = (
 
 
 def draw(lines: Sequence[Line], without: float, title: str, path: Path) -> list[Path]:
-    """A cross ends a line where the worst gradient is no longer known."""
+    """Draw epsilon over the size; a cross ends a line where the worst gradient is no longer known."""
     with style.look():
         from matplotlib import pyplot
 
