@@ -22,7 +22,8 @@ from modelmix.accounting.plan import Plan
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
 from modelmix.errors import ModelMixError
-from modelmix.runs import formatting, page_plots
+from modelmix.report import style
+from modelmix.runs import formatting, page, page_plots
 from modelmix.runs.page import write_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -439,6 +440,16 @@ write_report({str(tmp_path)!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_page_without_jinja2_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    page._template.cache_clear()
+    with pytest.raises(
+        ModelMixError, match=r"^the page needs jinja2: install it with pip install 'modelmix\[report\]'"
+    ):
+        write_report(a_run(tmp_path, PLAIN))
+    assert not style.available()
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):
