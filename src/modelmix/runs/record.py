@@ -249,8 +249,7 @@ class Record:
             write_report(self.folder.path)
         else:
             _log.info(
-                "no page was written: it needs matplotlib and jinja2. pip install 'modelmix[report]', then "
-                "modelmix report RUN"
+                "no page: it needs matplotlib and jinja2. pip install 'modelmix[report]', then modelmix report RUN"
             )
 
 
