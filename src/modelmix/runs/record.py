@@ -248,9 +248,7 @@ class Record:
         if style.available():
             write_report(self.folder.path)
         else:
-            _log.info(
-                "no page: it needs matplotlib and jinja2. pip install 'modelmix[report]', then modelmix report RUN"
-            )
+            _log.info("no page: it needs matplotlib. pip install 'modelmix[report]', then modelmix report RUN")
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
