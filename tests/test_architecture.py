@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "modelmix"
-HEAVY = ("torch", "matplotlib", "dp_accounting", "typer", "rich")
+HEAVY = ("torch", "matplotlib", "jinja2", "dp_accounting", "typer", "rich")
 
 
 def imports(path: Path) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -70,6 +70,33 @@ def alone_with(path: str | Path) -> Iterator[Path]:
     with beside:
         lock(beside, wait=True)
         yield path
+
+
+@contextmanager
+def hold_lock(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
+    """Hold a lock for writing ``path``, in a file beside it; it dies with the process and is gone afterwards.
+
+    If another process holds it, ``waiting`` is called and the lock waited for; without ``waiting``, BlockingIOError is
+    raised. Where a disk knows no such locks, the presence of the file is the lock.
+    """
+    from filelock import FileLock, Timeout, UnixFileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(path.with_name(f".{path.name}.lock"), mode=0o600, thread_local=False)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        if waiting is None:
+            raise BlockingIOError(f"another process writes {path}") from None
+        waiting()
+        held.acquire()
+    try:
+        yield
+    finally:
+        if isinstance(held, UnixFileLock):  # deleted while held: whoever waits notices, and takes a new file
+            with suppress(OSError):
+                os.unlink(held.lock_file)
+        held.release()
 
 
 def lock(file: int | IO[Any], *, wait: bool = False) -> bool | None:

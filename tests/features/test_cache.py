@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 import modelmix as mm
-from modelmix.features import cache, cached, unfinished
+from modelmix.features import cache, cached, resumable_file
 from modelmix.features.whitening import Whitened
 
 IMAGES = torch.arange(5 * 1 * 8 * 8, dtype=torch.int64).remainder(251).to(torch.uint8).view(5, 1, 8, 8)
@@ -167,7 +170,7 @@ def test_all_there_but_the_name(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(unfinished.Unfinished, "finish", interrupted)
+        patched.setattr(resumable_file.ResumableFile, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cached(Halves(), IMAGES, folder=tmp_path)
     again = Halves()
@@ -176,13 +179,13 @@ def test_all_there_but_the_name(tmp_path, monkeypatch):
 
 
 def test_a_killed_process_loses_what_came_after_its_last_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)  # a note at every batch
+    monkeypatch.setattr(resumable_file, "_BETWEEN", -1.0)  # a note at every batch
 
     class Killed(Halves):
         def batches(self, images):
             for number, batch in enumerate(super().batches(images)):
                 if number == 2:
-                    monkeypatch.setattr(unfinished.Unfinished, "stop", lambda self: self._file.close())
+                    monkeypatch.setattr(resumable_file.ResumableFile, "suspend", lambda self: self._file.close())
                     raise KeyboardInterrupt
                 yield batch
 
@@ -239,9 +242,9 @@ def test_an_interrupt_between_a_row_and_its_count_loses_that_row_alone(tmp_path,
             self.file.write(content)
             raise KeyboardInterrupt
 
-    genuine = unfinished.Unfinished.add
+    genuine = resumable_file.ResumableFile.append
     with monkeypatch.context() as patched:
-        patched.setattr(unfinished.Unfinished, "add", interrupted)
+        patched.setattr(resumable_file.ResumableFile, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cached(Halves(), IMAGES, folder=tmp_path)
     again = Halves()
@@ -250,7 +253,7 @@ def test_an_interrupt_between_a_row_and_its_count_loses_that_row_alone(tmp_path,
 
 
 def test_a_note_that_is_being_written_is_not_taken_for_one_that_was_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)  # a note at every batch
+    monkeypatch.setattr(resumable_file, "_BETWEEN", -1.0)  # a note at every batch
     genuine, begun = os.replace, []
 
     def replaced(old, new):
@@ -267,7 +270,7 @@ def test_a_note_that_is_being_written_is_not_taken_for_one_that_was_left(tmp_pat
 
 
 def test_a_note_that_cannot_be_written_does_not_end_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
+    monkeypatch.setattr(resumable_file, "_BETWEEN", -1.0)
 
     class During(Halves):
         def batches(self, images):
@@ -285,15 +288,17 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
-def test_what_is_no_part_of_ours_is_left_alone(tmp_path, strange):
+def test_what_is_no_part_of_ours_is_not_written_through(tmp_path, strange):
     folder = tmp_path / "cache"
     cached(Halves(), IMAGES, folder=folder)
     (name,) = files(folder)
     (folder / name).unlink()
     strange(folder / f".{name}.part")
-    assert torch.equal(cached(Halves(), IMAGES, folder=folder), IMAGES.float() / 2)
-    assert not (folder / name).is_symlink()
+    with pytest.raises(mm.ModelMixError, match="cannot write the cache") as error:
+        cached(Halves(), IMAGES, folder=folder)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "elsewhere").exists()
+    assert files(folder) == [f".{name}.part"]
 
 
 def test_a_part_that_others_may_read_is_closed_to_them(tmp_path):
@@ -304,34 +309,23 @@ def test_a_part_that_others_may_read_is_closed_to_them(tmp_path):
     assert (tmp_path / files(tmp_path)[0]).stat().st_mode & 0o077 == 0
 
 
-def test_a_part_goes_when_another_process_has_finished_the_file(tmp_path):
-    class During(Halves):
-        def batches(self, images):
-            yield next(super().batches(images))
-            cached(Halves(), images, folder=tmp_path)
-            assert len(files(tmp_path)) == 2, "it is still written"
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cached(During(), IMAGES, folder=tmp_path)
-    again = Halves()
-    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
-    assert (again.runs, len(files(tmp_path))) == (0, 1)
-
-
-def test_a_note_that_outlived_its_part_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
+def test_a_note_that_outlived_its_part_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setattr(resumable_file, "_BETWEEN", -1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(unfinished.Unfinished, "_forget_note", lambda self: None)  # killed right before it
+        patched.setattr(Path, "unlink", lambda self: None)  # killed right before it
         cached(Halves(), IMAGES, folder=tmp_path)
-    assert len(files(tmp_path)) == 2
+    note, name = files(tmp_path)
+    assert note.endswith(".note")
     again = Halves()
     assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
-    assert (again.runs, len(files(tmp_path))) == (0, 1)
+    assert again.runs == 0
+    (tmp_path / name).unlink()
+    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert (again.seen, files(tmp_path)) == (5, [name])
 
 
 def test_a_folder_that_goes_is_told_before_all_is_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)
+    monkeypatch.setattr(resumable_file, "_BETWEEN", -1.0)
 
     class During(Halves):
         def batches(self, images):
@@ -345,25 +339,67 @@ def test_a_folder_that_goes_is_told_before_all_is_computed(tmp_path, monkeypatch
     assert files(tmp_path) == []
 
 
-def test_two_processes_write_two_files(tmp_path):
-    """The second computes for itself; both are right, and nothing is left."""
+PROCESS = """
+import sys, time, torch
+from modelmix.features import cached
 
-    class During(Halves):
-        def batches(self, images):
-            assert torch.equal(cached(Halves(), images, folder=tmp_path), images.float() / 2)
-            yield from super().batches(images)
+class Slow:
+    name, version, parameters = "slow", 1, {}
 
-    assert torch.equal(cached(During(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
-    assert len(files(tmp_path)) == 1
+    def shape(self, images):
+        return tuple(images.shape)
+
+    def batches(self, images):
+        for image in images:
+            print("seen", flush=True)
+            time.sleep(float(sys.argv[2]))
+            yield image[None].float() / 2
+
+images = torch.arange(5 * 16).to(torch.uint8).view(5, 1, 4, 4)
+import modelmix.features.resumable_file
+modelmix.features.resumable_file._BETWEEN = -1.0
+assert torch.equal(cached(Slow(), images, folder=sys.argv[1]), images.float() / 2)
+"""
 
 
-def test_where_locks_are_not_known_nothing_is_gone_on_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "lock", lambda file, wait=False: None)
-    with pytest.raises(KeyboardInterrupt):
+def start(folder, pause: float) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", PROCESS, folder, str(pause)], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_compute_once(tmp_path):
+    """The second waits for the first and takes what it made."""
+    first = start(tmp_path, 0.5)
+    assert first.stdout.readline() == "seen\n"
+    second = start(tmp_path, 0.5)
+    assert [process.communicate(timeout=60)[0].count("seen") for process in (first, second)] == [4, 0]
+    assert (first.returncode, second.returncode, len(files(tmp_path))) == (0, 0, 1)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals")
+def test_a_killed_process_is_continued_by_another(tmp_path):
+    first = start(tmp_path, 0.5)
+    for _ in range(3):
+        assert first.stdout.readline() == "seen\n"
+    second = start(tmp_path, 0.0)
+    first.kill()
+    first.communicate()
+    assert second.communicate(timeout=60)[0].count("seen") <= 4, "one row at least was noted"
+    assert (second.returncode, len(files(tmp_path))) == (0, 1)
+
+
+def test_where_locks_are_not_known_a_file_is_the_lock(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unknown(handle, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with pytest.warns(UserWarning, match="flock not supported"), pytest.raises(KeyboardInterrupt):
         cached(Halves(stop=KeyboardInterrupt()), IMAGES, folder=tmp_path)
     again = Halves()
-    assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
-    assert again.seen == 5
+    with pytest.warns(UserWarning, match="flock not supported"):
+        assert torch.equal(cached(again, IMAGES, folder=tmp_path), IMAGES.float() / 2)
+    assert (again.seen, len(files(tmp_path))) == (3, 1)
 
 
 def test_what_may_not_last_is_begun_anew(tmp_path):
@@ -382,9 +418,9 @@ def test_what_nobody_went_on_with_is_removed_after_a_month(tmp_path):
         cached(Halves(), 255 - IMAGES, folder=tmp_path)
         (tmp_path / next(name for name in files(tmp_path) if name.endswith(".npy"))).unlink()
         parts = list(tmp_path.glob(".*"))
+        assert len(parts) == 2
         for path in parts:
             os.utime(path, (0, 0))
-    assert len(parts) == 2
     cached(Halves(), 255 - IMAGES, folder=tmp_path)
     assert len(files(tmp_path)) == 1
 
@@ -392,7 +428,7 @@ def test_what_nobody_went_on_with_is_removed_after_a_month(tmp_path):
 def test_a_slow_transform_is_kept_for_all_that_is_made_of_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
     slow, images = Halves(), torch.randint(0, 256, (30, 3, 4, 4), dtype=torch.uint8)
-    kept = cache.Kept(slow)
+    kept = cache.Cached(slow)
     assert (kept.name, kept.version, kept.parameters) == (slow.name, slow.version, slow.parameters)
     found = [cached(Whitened(kept, images, count), images) for count in (4, 7, 4)]
     assert slow.seen == 30, "public and private images are the same ones here, and seen once"
@@ -401,13 +437,16 @@ def test_a_slow_transform_is_kept_for_all_that_is_made_of_it(tmp_path, monkeypat
     torch.testing.assert_close([f.abs() for f in found[:2]], [a.abs() for a in alone])  # directions have no sign
 
 
-def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
-    left = [tmp_path / f".{name}-v1.npy.abcd1234.tmp" for name in ("halves-0", "scattering-1")]
-    other = tmp_path / ".other.tmp"
-    for path in (*left, other):
+def test_what_a_killed_process_left_goes_after_a_month(tmp_path):
+    left = [tmp_path / f".{name}-v1.npy.{kind}" for name in ("halves-0", "scattering-1") for kind in ("part", "a.tmp")]
+    other, fresh = tmp_path / ".other.tmp", tmp_path / ".halves-2-v1.npy.part"
+    for path in (*left, other, fresh):
         path.write_bytes(b"half")
+    for path in (*left, other):
+        os.utime(path, (0, 0))
     cached(Halves(), IMAGES, folder=tmp_path)
     assert not any(path.exists() for path in left)
+    assert fresh.exists(), "it may still be written"
     assert other.exists(), "not ours"
 
 
@@ -419,21 +458,6 @@ def test_what_another_process_still_writes_stays(tmp_path):
 
     assert torch.equal(cached(During(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
     assert len(files(tmp_path)) == 2
-
-
-def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
-    genuine, made = tempfile.mkstemp, []
-    monkeypatch.setattr(Halves, "lasting", False, raising=False)
-
-    def mkstemp(**where):
-        made.append(genuine(**where))
-        if len(made) == 1:
-            os.unlink(made[0][1])
-        return made[-1]
-
-    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
-    assert torch.equal(cached(Halves(), IMAGES, folder=tmp_path), IMAGES.float() / 2)
-    assert len(made) == 2
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
@@ -460,7 +484,7 @@ def test_a_disk_that_fills_up_costs_what_came_after_the_last_note(tmp_path, monk
                     monkeypatch.setattr(os, "fsync", full)
                 yield batch
 
-    monkeypatch.setattr(unfinished, "_BETWEEN", -1.0)  # a note at every batch
+    monkeypatch.setattr(resumable_file, "_BETWEEN", -1.0)  # a note at every batch
     with pytest.raises(mm.ModelMixError, match="No space left on device"):
         cached(Fills(), IMAGES, folder=tmp_path)
     monkeypatch.undo()
@@ -489,7 +513,7 @@ def test_features_that_are_not_as_told_are_refused(tmp_path, batch):
             yield batch
 
     with pytest.raises(
-        mm.ModelMixError, match=r"^halves gave features of shape .* and had told \(5, 1, 8, 8\): "
+        mm.ModelMixError, match=r"^halves gave features of shape .* and declared \(5, 1, 8, 8\): "
     ) as error:
         cached(Other(), IMAGES, folder=tmp_path)
     assert "\n" not in str(error.value)
@@ -513,7 +537,7 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
 
 
 def test_an_unknown_format(tmp_path):
-    with pytest.raises(mm.ModelMixError, match="features are kept as float16 or float32"):
+    with pytest.raises(mm.ModelMixError, match="features are stored as float16 or float32"):
         cached(Halves(), IMAGES, folder=tmp_path, dtype="int8")
 
 
@@ -522,5 +546,5 @@ def test_whoever_waits_is_told_how_far_it_is(monkeypatch, caplog):
     monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: next(now)))
     batches = [torch.zeros(5, 2)] * 4
     with caplog.at_level("INFO", logger="modelmix"):
-        assert len(list(cache.told("scattering", 20, batches))) == 4
+        assert len(list(cache.log_progress("scattering", 20, batches))) == 4
     assert caplog.messages == ["scattering: features of 10 of 20 images, 40 s left"]

@@ -18,12 +18,12 @@ from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.features import cached
-from modelmix.features.alone import check_alone
 from modelmix.features.extractor import Extractor
+from modelmix.features.independence import check_independence
 from modelmix.features.inputs import Inputs
 from modelmix.features.onnx import onnx_file
-from modelmix.features.own import own_function, own_network
 from modelmix.features.pretrained import pretrained
+from modelmix.features.user_function import user_function, user_network
 from modelmix.training import Performance
 
 SHAPE = (3, 8, 8)
@@ -129,7 +129,7 @@ def test_the_check_uses_public_images_and_not_the_data():
 def test_companions_change_what_a_batch_could_measure():
     """Else a function of the brightest or darkest pixel of a batch would pass."""
     batches = []
-    check_alone(lambda x: (batches.append(x.float()), flat(x))[1], SHAPE, "f")
+    check_independence(lambda x: (batches.append(x.float()), flat(x))[1], SHAPE, "f")
     among, others = batches[0], batches[1]
     assert torch.equal(among[:3], others[:3])
     for measure in (torch.max, torch.min, torch.mean, torch.std):
@@ -210,7 +210,7 @@ FUNCTION = "def embed(images):\n    return images.float().mean((2, 3))\n"
 
 def test_a_function_of_one_s_own(module, tmp_path):
     name = module(FUNCTION)
-    found = cached(own_function(f"{name}:embed"), IMAGES, folder=tmp_path / "cache")
+    found = cached(user_function(f"{name}:embed"), IMAGES, folder=tmp_path / "cache")
     torch.testing.assert_close(found, IMAGES.float().mean((2, 3)))
 
 
@@ -222,7 +222,7 @@ def test_the_cache_knows_the_source_and_the_declared_version(module):
         FUNCTION + "embed.version = 2\n",
         FUNCTION + "embed.version = 3\n",
     ):
-        made = own_function(f"{module(text)}:embed")
+        made = user_function(f"{module(text)}:embed")
         assert made.parameters["source"] == hashlib.sha256(text.encode()).hexdigest()
         known.append(json.dumps(made.parameters))
     assert len(set(known)) == 4
@@ -230,12 +230,12 @@ def test_the_cache_knows_the_source_and_the_declared_version(module):
 
 def test_functions_that_are_none(module, monkeypatch):
     name = module("number = 3\n")
-    assert "cannot be imported: AttributeError" in refused(ModelMixError, own_function, f"{name}:embed")
-    assert "is int: it must be a function" in refused(ModelMixError, own_function, f"{name}:number")
+    assert "cannot be imported: AttributeError" in refused(ModelMixError, user_function, f"{name}:embed")
+    assert "is int: it must be a function" in refused(ModelMixError, user_function, f"{name}:number")
     nowhere = types.ModuleType("nowhere")
     nowhere.embed = flat
     monkeypatch.setitem(sys.modules, "nowhere", nowhere)
-    assert "come from no file" in refused(ModelMixError, own_function, "nowhere:embed")
+    assert "come from no file" in refused(ModelMixError, user_function, "nowhere:embed")
 
 
 NETWORK = """
@@ -262,13 +262,13 @@ def weights(tmp_path):
 
 def test_a_network_with_weights_is_frozen_in_evaluation_mode(module, weights, tmp_path):
     name = module(NETWORK)
-    made = own_network(f"{name}:small", "weights.pt", RAW, "cpu")
+    made = user_network(f"{name}:small", "weights.pt", RAW, "cpu")
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(list(made.batches(IMAGES))), weights(IMAGES.float()).flatten(1))
     first = made.parameters
     assert first["weights"] == hashlib.sha256((tmp_path / "weights.pt").read_bytes()).hexdigest()
     torch.save({k: v + 1 for k, v in weights.state_dict().items()}, tmp_path / "weights.pt")
-    assert own_network(f"{name}:small", "weights.pt", RAW, "cpu").parameters["weights"] != first["weights"]
+    assert user_network(f"{name}:small", "weights.pt", RAW, "cpu").parameters["weights"] != first["weights"]
 
 
 class Evil:
@@ -280,12 +280,12 @@ def test_a_file_of_weights_runs_no_code(module, weights, tmp_path):
     name = module(NETWORK)
     for content in (Evil(), {"w": Evil()}, weights, [1, 2], {"epoch": 3}):
         torch.save(content, tmp_path / "bad.pt")
-        message = refused(ModelMixError, own_network, f"{name}:small", "bad.pt", RAW, "cpu")
+        message = refused(ModelMixError, user_network, f"{name}:small", "bad.pt", RAW, "cpu")
         assert "is not a file of plain tensors" in message
     for content in (b"", b"PK\x03\x04", b"\x80\x02junk"):
         (tmp_path / "bad.pt").write_bytes(content)
         assert "is not a file of plain tensors" in refused(
-            ModelMixError, own_network, f"{name}:small", "bad.pt", RAW, "cpu"
+            ModelMixError, user_network, f"{name}:small", "bad.pt", RAW, "cpu"
         )
     assert not (tmp_path / "ran").exists()
 
@@ -297,9 +297,9 @@ def test_weights_that_do_not_fit(module, weights):
         ("none", "returned int"),
         ("fails", "failed: RuntimeError: no way"),
     ):
-        assert message in refused(ModelMixError, own_network, f"{name}:{function}", "weights.pt", RAW, "cpu")
+        assert message in refused(ModelMixError, user_network, f"{name}:{function}", "weights.pt", RAW, "cpu")
     assert "cannot read the weights no.pt: No such file" in refused(
-        ModelMixError, own_network, f"{name}:small", "no.pt", RAW, "cpu"
+        ModelMixError, user_network, f"{name}:small", "no.pt", RAW, "cpu"
     )
 
 
@@ -335,7 +335,7 @@ def test_an_onnx_file(onnx, tmp_path):
 def test_an_onnx_file_gets_what_it_takes(onnx, shape, kind, size):
     made = onnx_file(onnx(WEIGHTS, 2, shape, kind), RAW)
     found = torch.cat(list(made.batches(IMAGES)))
-    x = Inputs(size, "raw").resized(IMAGES)
+    x = Inputs(size, "raw").resize(IMAGES)
     torch.testing.assert_close(found, expected(x.round() if kind == BYTES else x))
 
 

@@ -22,7 +22,8 @@ from modelmix.accounting.plan import Plan
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.cli import show
 from modelmix.errors import ModelMixError
-from modelmix.runs import page_plots, words
+from modelmix.report import style
+from modelmix.runs import formatting, page, page_plots
 from modelmix.runs.page import write_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -198,7 +199,7 @@ def test_what_is_assumed_of_features_is_said(tmp_path, recipe, assumed, silent):
 def test_diagnostics_stand_in_a_marked_box(tmp_path):
     page = page_of(a_run(tmp_path, MIXED))
     assert ("class", "box") in page.attributes
-    assert words.DIAGNOSTICS.replace("`", "") in page.text.replace(" ;", ";")
+    assert formatting.DIAGNOSTICS.replace("`", "") in page.text.replace(" ;", ";")
     for word in ("25.00 %", "50.00 %", "7,654,321", "1,499.6 / 1,377 / 1,622", "clip c = 20", "l2 norm"):
         assert word in page.text
     assert "l1 norm" in page_of(a_run(tmp_path / "laplace", LAPLACE)).text
@@ -220,7 +221,7 @@ def test_what_was_measured_on_a_private_test_set_is_not_published(tmp_path):
     assert accuracy in own.text
     assert accuracy not in page.text
     assert page.tags.count("svg") == 1
-    assert words.TEST_LEFT_OUT in page.text
+    assert formatting.TEST_LEFT_OUT in page.text
     for found in (page, own):
         assert "metrics on the test set" in found.text[found.text.index("Not covered") :]
     covered = page_of(a_run(tmp_path / "open", MIXED), public=True)
@@ -264,7 +265,7 @@ def test_a_run_that_is_not_proved_has_no_epsilon_on_its_page(tmp_path, ledger, p
     assert "claimed, not proved: 8.125" in page.text
     assert "target_epsilon (not proved) 7.75" in page.text
     assert page.text.count(REASON) == 2
-    assert words.NOTHING_COVERED in page.text
+    assert formatting.NOTHING_COVERED in page.text
     assert page.tags.count("svg") == (1 if public else 2)
 
 
@@ -281,7 +282,7 @@ def test_silence_about_the_seed_is_no_guarantee(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["seed"]
     dump(tmp_path / "config.json", config)
-    assert words.SEED_UNKNOWN in page_of(tmp_path).text
+    assert formatting.SEED_UNKNOWN in page_of(tmp_path).text
 
 
 def test_a_run_with_the_bare_minimum(tmp_path):
@@ -306,8 +307,8 @@ def test_missing_and_odd_values_are_dashes(tmp_path):
 
 def test_no_finite_epsilon_is_said_loudly(tmp_path):
     page = page_of(a_run(tmp_path, Ledger().add(Mechanism(1e-158, 0.5), 10), diagnostics=False))
-    assert words.UNBOUNDED in page.text
-    assert words.NOTHING_COVERED in page.text
+    assert formatting.UNBOUNDED in page.text
+    assert formatting.NOTHING_COVERED in page.text
     assert "-differential privacy" not in page.text
     assert "svg" not in page.tags
 
@@ -439,6 +440,16 @@ write_report({str(tmp_path)!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_page_without_jinja2_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    page._template.cache_clear()
+    with pytest.raises(
+        ModelMixError, match=r"^the page needs jinja2: install it with pip install 'modelmix\[report\]'"
+    ):
+        write_report(a_run(tmp_path, PLAIN))
+    assert not style.available()
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):

@@ -27,7 +27,7 @@ Found = tuple[str, Arrays, tuple[str, ...] | None]
 def register() -> None:
     """Add everything to the tables of ``modelmix.kinds``."""
     kinds.DATA.update(
-        cifar10=_data("cifar10", next(iter(cifar.BINARY.md5)), _cifar10, cifar.CLASSES, cifar.EDITIONS),
+        cifar10=_data("cifar10", next(iter(cifar.MD5)), _cifar10, cifar.CLASSES, (cifar.ARCHIVE,)),
         svhn=_data("svhn", svhn.FILES["train"], _svhn, svhn.CLASSES),
     )
     kinds.DATA["fashion-mnist"] = _fashion()
@@ -62,7 +62,7 @@ def _data(
     marker: str,
     read: Callable[[Path], Found],
     classes: tuple[str, ...],
-    editions: tuple[cifar.Edition, ...] = (),
+    archives: tuple[str, ...] = (),
 ) -> NamedData:
     return NamedData(
         title=catalogue.CATALOGUE[name].title,
@@ -72,7 +72,7 @@ def _data(
         read=read,
         classes=classes,
         fetch=f"modelmix-lab data fetch {name}",
-        archives=tuple(edition.archive for edition in editions),
+        archives=archives,
     )
 
 

@@ -30,7 +30,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setattr(fashion, "OFFICIAL", {})
     with serving() as site:
         site.files = {path.name: path.read_bytes() for path in source.iterdir()}
-        files = tuple(File(name, checksum.of_bytes(data), len(data)) for name, data in site.files.items())
+        files = tuple(File(name, f"md5:{checksum.of_bytes(data)}", len(data)) for name, data in site.files.items())
         public = dataclasses.replace(catalogue.CATALOGUE["fashion-mnist"], url=site.url, files=files)
         monkeypatch.setitem(catalogue.CATALOGUE, "fashion-mnist", public)
         yield site
@@ -67,7 +67,7 @@ def test_a_resumed_download_says_so(run, site, tmp_path):
     (tmp_path / "fashion-mnist" / f"{name}.part").write_bytes(content[:20])
     code, _, err = run("data", "fetch", "fashion-mnist", "--data-dir", tmp_path)
     assert code == 0
-    assert f"modelmix-lab: going on with {tmp_path / 'fashion-mnist' / name}.part, which holds 20 of" in err
+    assert f"modelmix-lab: continuing {tmp_path / 'fashion-mnist' / name}.part, which holds 20 of" in err
 
 
 def test_list(run, site, tmp_path):

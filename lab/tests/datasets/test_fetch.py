@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import tarfile
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,15 @@ import pytest
 from website import serving
 
 from modelmix.errors import ModelMixError
-from modelmix_lab.datasets import catalogue, checksum
+from modelmix_lab.datasets import catalogue
 from modelmix_lab.datasets import fetch as fetching
 from modelmix_lab.datasets.catalogue import PublicSet
 from modelmix_lab.datasets.checksum import File
-from modelmix_lab.datasets.download import Patience
+from modelmix_lab.datasets.download import RetryPolicy
 
 SIZE = 300_000  # several pieces
 CONTENT = {name: np.random.default_rng(seed).bytes(SIZE) for seed, name in enumerate(("one.bin", "two.bin"))}
-QUICK = Patience(timeout=5.0, attempts=3, pause=0.001)
+QUICK = RetryPolicy(timeout=5.0, attempts=3, pause=0.001)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def site():
 
 
 def described(files: dict[str, bytes]) -> tuple[File, ...]:
-    return tuple(File(name, checksum.of_bytes(content), len(content)) for name, content in files.items())
+    return tuple(File(name, f"sha256:{sha256(content).hexdigest()}", len(content)) for name, content in files.items())
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def sound() -> list[tuple[tarfile.TarInfo, bytes]]:
 
 
 def fetch(name, folder, **more):
-    return fetching.fetch(name, folder, **{"patience": QUICK, **more})
+    return fetching.fetch(name, folder, **{"retry": QUICK, **more})
 
 
 def refused(name, folder, **more) -> str:
@@ -158,7 +159,7 @@ def test_a_length_that_is_not_told(tmp_path, site, plain):
 
 def test_a_connection_that_stalls(tmp_path, site, plain):
     site.cuts, site.stall = [100_000], 1.5
-    fetch("plain", tmp_path, patience=Patience(timeout=0.3, attempts=2, pause=0.001))
+    fetch("plain", tmp_path, retry=RetryPolicy(timeout=0.3, attempts=2, pause=0.001))
     assert_complete(tmp_path)
     assert site.asked[1][1] == "bytes=100000-"  # what had arrived before the stall is kept
 
@@ -204,7 +205,8 @@ def test_a_server_that_says_no_is_asked_once(tmp_path, site, plain, status):
 def test_wrong_bytes_are_removed_and_said(tmp_path, site, plain):
     site.files["one.bin"] = bytes(SIZE)
     message = refused("plain", tmp_path)
-    assert f"is not the published file: it gave 300,000 bytes with md5 {checksum.of_bytes(bytes(SIZE))}" in message
+    published = sha256(CONTENT["one.bin"]).hexdigest()
+    assert f"it gave 300,000 bytes of another checksum than the published sha256:{published}" in message
     assert names(tmp_path) == []
 
 
@@ -262,7 +264,7 @@ def test_a_file_that_is_there_and_wrong_is_left_alone(tmp_path, site, plain):
     (tmp_path / "plain-folder").mkdir()
     path = tmp_path / "plain-folder" / "one.bin"
     path.write_bytes(b"mine")
-    assert f"{path} is there but is not the published file: its md5 is" in refused("plain", tmp_path)
+    assert f"{path} is there but is not the published file: its sha256 is" in refused("plain", tmp_path)
     assert path.read_bytes() == b"mine"
     assert site.asked == []
 
@@ -389,7 +391,7 @@ def linked(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tuple[tarfi
     ],
 )
 def test_an_archive_with_something_wrong(tmp_path, packed, members, reason):
-    """Even one that carries the published md5 writes nothing outside its folder and nothing wrong inside it."""
+    """Even one that carries the published checksum writes nothing outside its folder and nothing wrong inside it."""
     packed(members)
     assert reason in refused("packed", tmp_path / "data")
     written = [name for name in names(tmp_path) if name != "data/set.tar.gz"]
@@ -411,10 +413,11 @@ def test_a_disk_that_fills_while_unpacking(tmp_path, site, packed, monkeypatch):
     assert names(tmp_path) == ["set.tar.gz"]
 
 
-def test_the_catalogue_names_every_file_with_its_md5():
+def test_the_catalogue_names_every_file_with_its_checksum():
     for public in catalogue.CATALOGUE.values():
         assert public.licence
         assert not public.url.endswith("/")
         for file in (*public.files, *public.members):
-            assert len(file.md5) == 32
+            algorithm, _, digest = file.checksum.partition(":")
+            assert len(digest) == {"md5": 32, "sha256": 64}[algorithm]
             assert file.size > 0

@@ -10,13 +10,13 @@ import torch
 from modelmix.errors import ModelMixError
 from modelmix.models.residual import WideResNet16
 from modelmix_lab.features import reading
-from modelmix_lab.features.prior import Lesson
-from modelmix_lab.features.reading import learn_to_read, looks
+from modelmix_lab.features.prior import PriorConfig
+from modelmix_lab.features.reading import looks, train_reading_prior
 from modelmix_lab.features.weights import Prior
 from modelmix_lab.synthetic.alphabet import ALPHABET, CLASSES
 from modelmix_lab.synthetic.characters import characters, labelled_characters
 
-LESSON = Lesson(images=24, steps=2, batch=8, width=1, of="characters")
+CONFIG = PriorConfig(images=24, steps=2, batch=8, width=1, of="characters")
 
 
 def test_images_are_drawn_anew_on_the_way(monkeypatch):
@@ -27,7 +27,7 @@ def test_images_are_drawn_anew_on_the_way(monkeypatch):
         return labelled_characters(*arguments)
 
     monkeypatch.setattr(reading, "labelled_characters", counted)
-    learn_to_read(replace(LESSON, steps=17, batch=2), torch.device("cpu"))
+    train_reading_prior(replace(CONFIG, steps=17, batch=2), torch.device("cpu"))
     assert drawn == [24, 24, 24]  # at first, and after eight and sixteen steps
 
 
@@ -100,12 +100,14 @@ def test_looks_are_pixels_of_the_range_that_networks_take():
     assert not torch.equal(a, b)
 
 
-def test_a_lesson_in_reading_changes_all_weights_but_the_head_and_is_repeatable():
+def test_training_on_characters_changes_all_weights_but_the_head_and_is_repeatable():
     heard = []
-    networks = [learn_to_read(LESSON, torch.device("cpu"), lambda *said: heard.append(said)) for _ in range(2)]
+    networks = [
+        train_reading_prior(CONFIG, torch.device("cpu"), lambda *progress: heard.append(progress)) for _ in range(2)
+    ]
     assert [step for step, _ in heard[: len(heard) // 2]] == [1, 2]
     with torch.random.fork_rng():
-        torch.manual_seed(LESSON.seed)
+        torch.manual_seed(CONFIG.seed)
         fresh = WideResNet16(classes=len(CLASSES), width=1)
     for (name, a), (_, b), (_, c) in zip(*(n.named_parameters() for n in (*networks, fresh)), strict=True):
         assert torch.equal(a, b), name
@@ -113,9 +115,9 @@ def test_a_lesson_in_reading_changes_all_weights_but_the_head_and_is_repeatable(
         assert name.startswith("head.") or not torch.equal(a, c), name
 
 
-def test_a_lesson_of_something_else_is_refused():
+def test_a_prior_of_something_else_is_refused():
     with pytest.raises(ModelMixError, match="choose scenes or characters"):
-        Lesson(of="faces")
+        PriorConfig(of="faces")
 
 
 def test_the_command_teaches_to_read(tmp_path):
@@ -126,4 +128,4 @@ def test_the_command_teaches_to_read(tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["prior", "--out", str(path), "--device", "cpu", *(w for pair in numbers.items() for w in pair)])
     assert ended.value.code == 0
-    assert Prior.load(path).lesson.of == "characters"
+    assert Prior.load(path).config.of == "characters"

@@ -15,20 +15,20 @@ from modelmix.features import cached
 from modelmix.features.leaves import dead_leaves
 from modelmix.models.residual import ResNet20, WideResNet16
 from modelmix_lab.features.frozen import Frozen
-from modelmix_lab.features.prior import Lesson, contrast, learn
+from modelmix_lab.features.prior import PriorConfig, contrast, train_prior
 from modelmix_lab.features.views import views
 from modelmix_lab.features.weights import Prior, save
 from modelmix_lab.synthetic.synthetic import objects, synthetic
-from modelmix_lab.synthetic.textures import painted
+from modelmix_lab.synthetic.textures import paint_textures
 
-LESSON = Lesson(images=24, steps=2, batch=8, width=1)
+CONFIG = PriorConfig(images=24, steps=2, batch=8, width=1)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("prior") / "prior.npz"
-    save(WideResNet16(width=1), LESSON, path)
+    save(WideResNet16(width=1), CONFIG, path)
     return path
 
 
@@ -36,7 +36,7 @@ def leaves(count: int = 16, seed: int = 0, side: int = 32):
     return dead_leaves(count, side, torch.Generator("cpu").manual_seed(seed))
 
 
-FAMILIES = pytest.mark.parametrize("family", [dead_leaves, painted, objects, synthetic])
+FAMILIES = pytest.mark.parametrize("family", [dead_leaves, paint_textures, objects, synthetic])
 
 
 def made(family, count: int = 16, seed: int = 0, side: int = 32):
@@ -90,9 +90,9 @@ def test_the_contrastive_loss_by_hand():
     assert contrast(a, a, 0.5) < contrast(a, b, 0.5)
 
 
-def test_a_lesson_changes_all_weights_but_the_head_and_is_repeatable():
+def test_training_on_scenes_changes_all_weights_but_the_head_and_is_repeatable():
     heard = []
-    networks = [learn(LESSON, torch.device("cpu"), lambda *said: heard.append(said)) for _ in range(2)]
+    networks = [train_prior(CONFIG, torch.device("cpu"), lambda *progress: heard.append(progress)) for _ in range(2)]
     assert [step for step, _ in heard[: len(heard) // 2]] == [1, 2]
     for (name, a), (_, b) in zip(networks[0].named_parameters(), networks[1].named_parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -102,12 +102,12 @@ def test_a_lesson_changes_all_weights_but_the_head_and_is_repeatable():
 @pytest.mark.parametrize("name", ["steps", "images", "width", "lr", "temperature", "batch"])
 def test_nonsense_is_refused(name):
     with pytest.raises(ModelMixError, match=name):
-        Lesson(**{name: 0})
+        PriorConfig(**{name: 0})
 
 
 def test_a_prior_comes_back_from_its_file(file):
     prior = Prior.load(file)
-    assert prior.lesson == LESSON
+    assert prior.config == CONFIG
     torch.manual_seed(0)
     for name, value in WideResNet16(width=1).named_parameters():
         if name.startswith("head."):
@@ -205,7 +205,7 @@ def test_the_command_writes_a_prior_and_says_so(tmp_path, capsys):
         main(["prior", "--out", str(path), "--device", "cpu", "--json", *(w for pair in numbers.items() for w in pair)])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["file"] == str(path)
-    assert Prior.load(path).lesson.steps == 1
+    assert Prior.load(path).config.steps == 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 
 import pytest
 import torch
@@ -70,8 +69,11 @@ def test_numbers_of_kymatio(colours, side):
     ids=["random 32", "random 28", "oblong", "natural 28", "natural 32"],
 )  # fmt: skip
 def test_agrees_with_kymatio_on_every_map(images):
-    own, theirs = Scattering()(images), Scattering("kymatio")(images)
-    assert own.shape == theirs.shape
+    # Not through kymatio.torch: version 0.3.0 then wants a function that scipy 1.17 no longer has.
+    from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
+
+    own = Scattering(device="cpu")(images)
+    theirs = ScatteringTorch2D(J=2, shape=tuple(images.shape[2:]), L=8)(pixels(images).flatten(0, 1)).view_as(own)
     error, scale = (own - theirs).abs().amax((0, 2, 3)), theirs.abs().amax((0, 2, 3))
     assert (error <= 1e-5 * scale).all()
 
@@ -137,18 +139,6 @@ def test_refuses_in_one_line(images):
     with pytest.raises(mm.ModelMixError) as error:
         Scattering()(images)
     assert "\n" not in str(error.value)
-
-
-def test_an_unknown_implementation():
-    with pytest.raises(mm.ModelMixError, match=r"^implementation = 'best' is unknown: choose one of own, kymatio\.$"):
-        Scattering("best")
-
-
-def test_without_kymatio_says_what_to_do(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kymatio", None)
-    monkeypatch.setitem(sys.modules, "kymatio.scattering2d.frontend.torch_frontend", None)
-    with pytest.raises(mm.ModelMixError, match="kymatio is not installed: "):
-        Scattering("kymatio")(formula(1, 28))
 
 
 def test_scattering_through_the_cache(tmp_path):

@@ -12,7 +12,7 @@ from modelmix.accounting.comparison import compare as honest_comparison
 from modelmix.cli import show
 from modelmix.cli.options import Json, MechanismOptions, takes_mechanism
 from modelmix.errors import ModelMixError
-from modelmix.theory import worth
+from modelmix.theory import mixing_price
 
 
 @takes_mechanism
@@ -21,7 +21,9 @@ def compare(
     whole_map: Annotated[
         bool, typer.Option("--map", help="The price of mixing over epsilon, q, T and p, as a figure; takes a minute.")
     ] = False,
-    share: Annotated[float, typer.Option(help="--map: share of the variance that comes from mixing.")] = worth.SHARE,
+    share: Annotated[
+        float, typer.Option(help="--map: share of the variance that comes from mixing.")
+    ] = mixing_price.SHARE,
     out: Annotated[Path, typer.Option(help="--map: figure file; .png and .svg are written.")] = Path("worth.png"),
     json: Json = False,
 ) -> None:
@@ -80,16 +82,16 @@ def _map(options: MechanismOptions, share: float, out: Path, json: bool) -> None
     """Total noise at equal epsilon, mixed over plain, both by Renyi moments."""
     import numpy as np
 
+    from modelmix.report import mixing_price as picture
     from modelmix.report import style
-    from modelmix.report import worth as picture
 
     if options.describes_a_phase or options.ledger:
         raise ModelMixError("--map goes over z, omega, q, steps and p by itself: leave them out.")
     style.prepare(out)
-    cells = worth.price_map(share=share, delta=options.delta)
-    lines = {p: worth.price_by_share(p, delta=options.delta) for p in worth.TRUNCATIONS}
+    cells = mixing_price.price_map(share=share, delta=options.delta)
+    lines = {p: mixing_price.price_by_share(p, delta=options.delta) for p in mixing_price.TRUNCATIONS}
     shares = np.linspace(0, 0.99, 34).tolist()
-    limit = [worth.limit_price(value) for value in shares]
+    limit = [mixing_price.limit_price(value) for value in shares]
     written = [str(path) for path in picture.draw(cells, lines, (shares, limit), out)]
     if json:
         print(show.as_json({"cells": [asdict(cell) for cell in cells], "limit": limit, "files": written}))
@@ -106,7 +108,7 @@ def _map(options: MechanismOptions, share: float, out: Path, json: bool) -> None
         rows,
         [
             f"{len(cells)} settings, the five cheapest and the three dearest; {favours} favour mixing.",
-            f"In the limit of small shifts the price is {worth.limit_price(share):.3f} (Fisher information).",
+            f"In the limit of small shifts the price is {mixing_price.limit_price(share):.3f} (Fisher information).",
             f"drawn: {', '.join(written)}",
         ],
     )

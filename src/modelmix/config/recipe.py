@@ -25,7 +25,7 @@ from modelmix.accounting.plan import Plan, calibrated_noise
 from modelmix.accounting.runs import Claim, load_claim
 from modelmix.config import sources
 from modelmix.errors import ModelMixError
-from modelmix.runs.words import assumed_by
+from modelmix.runs.formatting import assumed_by
 
 if TYPE_CHECKING:
     from torch import nn

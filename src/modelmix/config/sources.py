@@ -127,14 +127,14 @@ def check_mirror(recipe: Recipe) -> None:
 
 def transform(recipe: Recipe, device: torch.device, public: Tensor | None = None) -> Transform:
     """The features of a recipe, as they are cached; ``public`` are the images that whiten them, if it asks for such."""
-    from modelmix.features.cache import Kept
+    from modelmix.features.cache import Cached
     from modelmix.features.joined import Joined
     from modelmix.features.whitening import Logarithm, Root, Whitened
 
     kind, found = kind_of(str(recipe.features)), _found(recipe, device)
     if kind in EXTRACTORS and (len(found) > 1 or recipe.components is not None):
         # Networks are slow, and what one says does not change with what whitens it or stands beside it.
-        found = tuple(Kept(one) for one in found)
+        found = tuple(Cached(one) for one in found)
     logarithm = kind in kinds.FEATURES and kinds.FEATURES[kind].logarithm
     if recipe.components is not None and (logarithm or kind in EXTRACTORS):
         bent = Logarithm if logarithm else Root
@@ -159,8 +159,8 @@ def _found(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
 def _extractor(recipe: Recipe, name: str, kind: str, device: torch.device) -> Extractor:
     from modelmix.features.inputs import Inputs
     from modelmix.features.onnx import onnx_file
-    from modelmix.features.own import own_function, own_network
     from modelmix.features.pretrained import pretrained
+    from modelmix.features.user_function import user_function, user_network
 
     unit = recipe.unit_length
     if kind == "pretrained":
@@ -169,5 +169,5 @@ def _extractor(recipe: Recipe, name: str, kind: str, device: torch.device) -> Ex
     if kind == "onnx":
         return onnx_file(name, inputs, device, unit_length=unit)
     if recipe.weights is not None:
-        return own_network(name, recipe.weights, inputs, device, unit_length=unit)
-    return own_function(name, unit_length=unit)
+        return user_network(name, recipe.weights, inputs, device, unit_length=unit)
+    return user_function(name, unit_length=unit)

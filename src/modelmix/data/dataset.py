@@ -67,7 +67,7 @@ def load(
     classes: int | None = None,
     test_public: bool = False,
 ) -> DataSet:
-    """Loads a data set and checks it.
+    """Load a data set and check it.
 
     The test split of every set is there to report how good a model is, never to choose a model or a setting.
 
@@ -98,25 +98,25 @@ def load(
     if image_size is not None and (source in (DEFAULT, *kinds.DATA) or Path(source).is_file()):
         raise ModelMixError("image_size is for a folder of images, train/<class>/*.png: leave it out.")
     if source == DEFAULT:
-        return _assembled(DEFAULT, fashion.embedded(), fashion.CLASSES, owned=True)
+        return _assemble(DEFAULT, fashion.embedded(), fashion.CLASSES, owned=True)
     if isinstance(source, str) and source in kinds.DATA:
-        return _named(source, data_dir)
+        return _load_named(source, data_dir)
     path = Path(source)
     counted: dict[str, Any] = {"count": classes, "test_public": test_public}
     found = {name: place for name, kind in _recognised().items() if (place := kind.held(path)) is not None}
-    several = [*found, *(["images in train/<class>/"] if images.there(path) else [])]
+    several = [*found, *(["images in train/<class>/"] if images.is_present(path) else [])]
     if len(several) > 1:
         raise ModelMixError(
             f"{path} holds files of {' and of '.join(several)}: which is meant cannot be told. Give the name of one, "
             "with this folder as data directory, or a folder that holds one alone."
         )
     if found:
-        return _public(*next(iter(found.items())), **counted)
+        return _load_public(*next(iter(found.items())), **counted)
     if path.suffix == ".npz" and path.is_file():
-        return _assembled(path.stem, _npz(path), owned=True, **counted)
-    if images.there(path):
+        return _assemble(path.stem, _npz(path), owned=True, **counted)
+    if images.is_present(path):
         arrays, names = images.read(path, image_size)
-        return _assembled(path.resolve().name, arrays, names, owned=True)
+        return _assemble(path.resolve().name, arrays, names, owned=True)
     if path.is_dir():
         raise ModelMixError(
             f"{path} has no file {' or '.join(_markers())}: a folder must hold the "
@@ -133,7 +133,7 @@ def load(
 def from_arrays(
     name: str, arrays: Mapping[str, Array], classes: tuple[str, ...] | int | None = None, *, test_public: bool = False
 ) -> DataSet:
-    """A data set from numpy arrays x_train, y_train, x_test, y_test, shaped as in an .npz file.
+    """Make a data set from numpy arrays x_train, y_train, x_test, y_test, shaped as in an .npz file.
 
     Args:
         name: what the data set and its errors are called.
@@ -142,17 +142,17 @@ def from_arrays(
         test_public: see ``load``.
     """
     if isinstance(classes, tuple):
-        return _assembled(name, arrays, classes, owned=False)
-    return _assembled(name, arrays, owned=False, count=classes, test_public=test_public)
+        return _assemble(name, arrays, classes, owned=False)
+    return _assemble(name, arrays, owned=False, count=classes, test_public=test_public)
 
 
 def _idx_below(path: Path) -> Path | None:
     places = (path / place for place in ("", "fashion-mnist", "FashionMNIST/raw"))
-    return next((place for place in places if fashion.there(place)), None)
+    return next((place for place in places if fashion.is_present(place)), None)
 
 
 def read_idx(path: Path) -> tuple[str, Mapping[str, Array], tuple[str, ...] | None]:
-    """Fashion-MNIST from a folder of idx files, or a relative of it, which is called by its folder."""
+    """Read Fashion-MNIST from a folder of idx files, or a relative of it, which is called by its folder."""
     found = fashion.folder(path)
     if fashion.is_official(found):
         return "fashion-mnist", found, fashion.CLASSES
@@ -171,12 +171,12 @@ _IDX = kinds.NamedData(
 
 
 def _recognised() -> dict[str, kinds.NamedData]:
-    """The sets whose files are recognised in a folder."""
+    """Return the sets whose files are recognised in a folder."""
     return kinds.DATA if "fashion-mnist" in kinds.DATA else {**kinds.DATA, "fashion-mnist": _IDX}
 
 
 def _markers() -> list[str]:
-    """A file of each set that a folder may hold."""
+    """List a file of each set that a folder may hold."""
     return list(dict.fromkeys([_IDX.marker, *(kind.marker for kind in kinds.DATA.values())]))
 
 
@@ -187,7 +187,7 @@ def _more_sources() -> str:
     return f", {' or '.join(archives)}, or one of the names {', '.join(kinds.DATA)}"
 
 
-def _named(name: str, data_dir: str | Path | None) -> DataSet:
+def _load_named(name: str, data_dir: str | Path | None) -> DataSet:
     kind, root = kinds.DATA[name], directory(data_dir)
     place = kind.find(root)
     if place is None:
@@ -196,7 +196,7 @@ def _named(name: str, data_dir: str | Path | None) -> DataSet:
             f"{quote(str(root))}, or give the directory that holds it (--data-dir, or the environment variable "
             f"{VARIABLE})."
         )
-    found = _public(name, place, count=len(kind.classes))
+    found = _load_public(name, place, count=len(kind.classes))
     if found.classes != kind.classes:
         raise ModelMixError(
             f"{place} does not hold {name}: its files have the right names and other values, as those of a relative "
@@ -205,13 +205,13 @@ def _named(name: str, data_dir: str | Path | None) -> DataSet:
     return found
 
 
-def _public(name: str, path: Path, **counted: Any) -> DataSet:
-    """The set of which ``path`` holds files."""
+def _load_public(name: str, path: Path, **counted: Any) -> DataSet:
+    """Load the set of which ``path`` holds files."""
     called, arrays, classes = _recognised()[name].read(path)
-    return _assembled(called, arrays, classes, owned=True, **({} if classes else counted))
+    return _assemble(called, arrays, classes, owned=True, **({} if classes else counted))
 
 
-def _assembled(
+def _assemble(
     name: str,
     arrays: Mapping[str, Array],
     classes: tuple[str, ...] | None = None,
@@ -220,19 +220,19 @@ def _assembled(
     count: int | None = None,
     test_public: bool = False,
 ) -> DataSet:
-    """Checks the arrays and makes tensors of them, which share the memory of ``owned`` ones where the layout fits."""
+    """Check the arrays and make tensors of them, which share the memory of ``owned`` ones where the layout fits."""
     if missing := [key for key in _KEYS if key not in arrays]:
         raise ModelMixError(f"{name} has no {missing[0]}: it must hold {', '.join(_KEYS)}. Add what is missing.")
     x_train, x_test = (as_samples(f"{name}: {key}", np.asarray(arrays[key]), owned) for key in ("x_train", "x_test"))
     if x_train.dtype != x_test.dtype or x_train.shape[1:] != x_test.shape[1:]:
         raise ModelMixError(
-            f"{name}: x_train and x_test do not match: one sample is {_told(x_train[0])} in x_train and "
-            f"{_told(x_test[0])} in x_test. Prepare both in the same way."
+            f"{name}: x_train and x_test do not match: one sample is {_describe(x_train[0])} in x_train and "
+            f"{_describe(x_test[0])} in x_test. Prepare both in the same way."
         )
     y_train = _labels(f"{name}: y_train", np.asarray(arrays["y_train"]), len(x_train))
     y_test = _labels(f"{name}: y_test", np.asarray(arrays["y_test"]), len(x_test))
     if classes is None:
-        classes = _numbered(name, count, y_test if test_public else None)
+        classes = _number_classes(name, count, y_test if test_public else None)
     for key, y in (("y_train", y_train), ("y_test", y_test)):
         if y.max() >= len(classes):
             raise for_holder(
@@ -243,7 +243,7 @@ def _assembled(
 
 
 def to_float(x: torch.Tensor) -> torch.Tensor:
-    """What a network takes: uint8 pixels become (x / 255 - 0.5) / 0.25 in float32, in [-2, 2]; floats stay as they are.
+    """Convert uint8 pixels to (x / 255 - 0.5) / 0.25 in float32, in [-2, 2]; floats stay as they are.
 
     The two constants are the same for every data set. The mean and deviation of the training images would be a
     statistic of private data: using them without noise is a release that no ledger accounts for.
@@ -271,7 +271,7 @@ def _npz(path: Path) -> dict[str, Array]:
 
 
 def as_samples(name: str, x: Array, owned: bool) -> Array:
-    """Images as uint8 N x C x H x W, features as float32 N x D, contiguous and writable."""
+    """Return images as uint8 N x C x H x W, features as float32 N x D, contiguous and writable."""
     laid_out = np.ascontiguousarray if owned else partial(np.array, order="C")
     if x.size == 0:
         raise ModelMixError(
@@ -312,8 +312,8 @@ def _labels(name: str, y: Array, count: int) -> Array:
     return y
 
 
-def _numbered(name: str, count: int | None, public: Array | None) -> tuple[str, ...]:
-    """The classes "0" .. "k - 1": as many as were declared, or as public labels show."""
+def _number_classes(name: str, count: int | None, public: Array | None) -> tuple[str, ...]:
+    """Name the classes "0" .. "k - 1": as many as were declared, or as public labels show."""
     if count is None and public is not None:
         count = int(public.max()) + 1
     if count is None:
@@ -328,5 +328,5 @@ def _split(x: Array, y: Array) -> Split:
     return Split(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64)))
 
 
-def _told(sample: Array) -> str:
+def _describe(sample: Array) -> str:
     return f"{sample.dtype} {' x '.join(map(str, sample.shape))}"

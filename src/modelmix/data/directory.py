@@ -10,5 +10,5 @@ VARIABLE = "MODELMIX_DATA"
 
 
 def directory(given: str | Path | None = None) -> Path:
-    """The data directory: the one given, else what the variable MODELMIX_DATA names, else ~/.cache/modelmix."""
+    """Return the data directory: the one given, else what MODELMIX_DATA names, else ~/.cache/modelmix."""
     return Path(given or os.environ.get(VARIABLE) or Path("~") / ".cache" / "modelmix").expanduser()

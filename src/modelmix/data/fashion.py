@@ -58,23 +58,23 @@ _PACKINGS = ("", ".gz", ".xz")
 
 
 def embedded() -> dict[str, NDArray[np.uint8]]:
-    """x_train, y_train, x_test, y_test of the embedded subset; images are N x 28 x 28. Verified by SHA-256."""
+    """Return x_train, y_train, x_test, y_test of the embedded subset, N x 28 x 28. Verified by SHA-256."""
     arrays = {key: idx.decode(_embedded_bytes(name, digest), name) for key, (name, digest) in EMBEDDED.items()}
     return {key: array.transpose(0, 2, 1) if array.ndim == 3 else array for key, array in arrays.items()}
 
 
 def folder(path: Path) -> dict[str, NDArray[np.uint8]]:
-    """The same four arrays from a folder with the canonical names, plain or ending in .gz or .xz."""
+    """Read the same four arrays from a folder with the canonical names, plain or ending in .gz or .xz."""
     return {key: idx.read(_find(path, name)) for key, name in CANONICAL.items()}
 
 
-def there(path: Path) -> bool:
-    """Whether ``path`` is a folder with one of the four files."""
+def is_present(path: Path) -> bool:
+    """Return whether ``path`` is a folder with one of the four files."""
     return any((path / (name + packing)).is_file() for name in CANONICAL.values() for packing in _PACKINGS)
 
 
 def is_official(arrays: dict[str, NDArray[np.uint8]]) -> bool:
-    """Whether these four arrays are the whole official Fashion-MNIST, and not a relative with the same file names."""
+    """Return whether these are the four arrays of the official Fashion-MNIST, not of a relative with the same names."""
     return all(hashlib.sha256(arrays[key].tobytes()).hexdigest() == digest for key, digest in OFFICIAL.items())
 
 

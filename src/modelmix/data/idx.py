@@ -27,7 +27,7 @@ _XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc"
 
 
 def read(path: str | Path) -> NDArray[np.uint8]:
-    """The array in a file. How it is packed is seen from its first bytes, not from its name."""
+    """Read the array in a file. How it is packed is seen from its first bytes, not from its name."""
     try:
         packed = Path(path).read_bytes()
     except OSError as error:
@@ -36,7 +36,7 @@ def read(path: str | Path) -> NDArray[np.uint8]:
 
 
 def decode(packed: bytes, name: str) -> NDArray[np.uint8]:
-    """The array in the bytes of a file; ``name`` is what an error calls it."""
+    """Decode the array in the bytes of a file; ``name`` is what an error calls it."""
     raw = _unpack(packed, name)
     axes = raw[3] if len(raw) > 3 else 1
     if not raw.startswith(_MAGIC[: len(raw)]) or not 1 <= axes <= _MOST_AXES:
@@ -61,7 +61,7 @@ def decode(packed: bytes, name: str) -> NDArray[np.uint8]:
 
 
 def write(path: str | Path, array: NDArray[np.uint8]) -> None:
-    """Writes ``array``; a name that ends in .gz or .xz packs it. The same array gives the same bytes every time."""
+    """Write ``array``; a name that ends in .gz or .xz packs it. The same array gives the same bytes every time."""
     if array.dtype != np.uint8 or not 1 <= array.ndim <= _MOST_AXES or array.size == 0:
         raise ModelMixError(
             f"{array.dtype} with shape {array.shape} cannot be written to {path}: allowed is uint8 "

@@ -26,13 +26,13 @@ _NAMED = 3  # bad files that an error names
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # of 8 bits a colour or less
 
 
-def there(path: Path) -> bool:
-    """Whether ``path`` has a folder train with folders in it."""
+def is_present(path: Path) -> bool:
+    """Return whether ``path`` has a folder train with folders in it."""
     return (path / "train").is_dir() and any(_folders(path / "train"))
 
 
 def read(path: Path, size: int | None = None) -> tuple[dict[str, NDArray[np.generic]], tuple[str, ...]]:
-    """x_train, y_train, x_test, y_test and the classes in the order of their names; x is uint8 N x 3 x H x W.
+    """Return x_train, y_train, x_test, y_test, x uint8 N x 3 x H x W, and the classes in the order of their names.
 
     Without a folder test, ``held_out`` says which images are kept for the test. Images are turned as their EXIF data
     say, and what is transparent becomes white. Any file that cannot be used is named; none is left out in silence.
@@ -49,9 +49,9 @@ def read(path: Path, size: int | None = None) -> tuple[dict[str, NDArray[np.gene
             "it away."
         )
     classes = tuple(folder.name for folder in _folders(path / "train"))
-    train = _listed(path / "train", classes)
+    train = _list_files(path / "train", classes)
     if (path / "test").is_dir():
-        test = _listed(path / "test", classes)
+        test = _list_files(path / "test", classes)
     else:
         kept = [held_out(classes[label], file.name) for file, label in train]
         test = [pair for pair, out in zip(train, kept, strict=True) if out]
@@ -66,7 +66,7 @@ def read(path: Path, size: int | None = None) -> tuple[dict[str, NDArray[np.gene
 
 
 def held_out(folder: str, name: str) -> bool:
-    """Whether an image is of the test set where no folder is: one in ten, by a hash of class and file name alone.
+    """Return whether an image is held out for the test: one in ten, by a hash of class and file name alone.
 
     What one image does moves no other from one set to the other, which epsilon takes for granted.
     """
@@ -78,8 +78,8 @@ def _folders(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _listed(split: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
-    """(file, label), in the order of names."""
+def _list_files(split: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
+    """List (file, label) in the order of names."""
     if unknown := [folder.name for folder in _folders(split) if folder.name not in classes]:
         raise ModelMixError(f"{split / unknown[0]} is a class that train does not have: rename it, or add it there.")
     found: list[tuple[Path, int]] = []
@@ -127,7 +127,7 @@ def _pixels(path: Path, files: list[Path], size: int | None) -> NDArray[np.uint8
 
 
 def _image(file: Path, size: int | None) -> NDArray[np.uint8]:
-    """3 x H x W. Only the decoders of PNG and JPEG are asked, and not for pictures of absurd size."""
+    """Decode an image to 3 x H x W. Only the decoders of PNG and JPEG are used, and not for absurd sizes."""
     from PIL import Image, ImageOps
 
     with warnings.catch_warnings():

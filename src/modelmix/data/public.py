@@ -16,7 +16,7 @@ from modelmix.errors import ModelMixError
 
 
 def public_images(source: str | Path, shape: tuple[int, ...], data_dir: str | Path | None = None) -> Tensor:
-    """The array x of an .npz file, laid out as the samples of a data set are. Labels in the file are not read.
+    """Read the array x of an .npz file, laid out as the samples of a data set are. Labels are not read.
 
     That they are public is for the caller to know: epsilon says nothing about them.
 

@@ -13,7 +13,7 @@ _COARSE = 6  # patterns are drawn on a grid this fine and smoothed
 def synthetic(
     shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10, samples: int = 2000, seed: int = 0
 ) -> Split:
-    """``samples`` uint8 images C x H x W: the pattern of a class and as much of a pattern of their own."""
+    """Draw ``samples`` uint8 images C x H x W: the pattern of a class and as much of a pattern of their own."""
     samples = whole("samples", samples, "the number of samples", least=1)
     generator = torch.Generator().manual_seed(seed)
 

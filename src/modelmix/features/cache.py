@@ -1,8 +1,9 @@
-"""Features computed once and kept on disk, as a .npy file that is mapped into memory and never loaded whole.
+"""Features computed once and cached on disk, as a .npy file that is mapped into memory and never loaded whole.
 
 Behind the array, where readers of .npy files do not look, comes a digest of it: a file that changed is not used.
 
-A file that is not whole has another name. If its process is stopped, the next one goes on with it.
+A file appears under its name when it is complete. If its process is stopped, the next one continues; a second process
+that wants the same features meanwhile waits for the first.
 
 A file is named after all that its content depends on: a hash of the images, the transform's name, parameters and
 version, and the number format. Features of private images are as private as the images: only their owner may read the
@@ -22,6 +23,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
@@ -30,8 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelmix._files import hold_lock
 from modelmix.errors import ModelMixError
-from modelmix.features.unfinished import DIGEST_BYTES, Unfinished, digest_of, forget, sweep
+from modelmix.features.resumable_file import DIGEST_BYTES, ResumableFile, digest_of, sweep
 
 VARIABLE = "MODELMIX_CACHE"
 """The environment variable that names the folder of caches."""
@@ -45,9 +48,10 @@ _AT_ONCE = 1000  # images
 
 
 class Transform(Protocol):
-    """What can be cached: a function of every image alone, that never changes while its version stays.
+    """What can be cached: a function of every image alone that changes only with its version.
 
-    One whose features of some images cannot be gone on with by another process has an attribute ``lasting``, False.
+    A transform with an attribute ``lasting = False`` is never continued by another process: its features of the
+    remaining images would not fit those that were computed.
     """
 
     @property
@@ -71,42 +75,51 @@ def cached(
     folder: str | Path | None = None,
     dtype: Literal["float16", "float32"] = "float32",
 ) -> Tensor:
-    """The features of ``images``, from the cache if they are there, else computed and kept.
+    """Return the features of ``images``, from the cache or computed and cached.
 
     The tensor is mapped from the file, copy on write: changing it never changes the file.
 
     Args:
-        transform: for instance ``Scattering()``.
+        transform: for instance an ``Extractor``.
         images: uint8 images, in the order in which the features are wanted.
         folder: where caches are; else the environment's MODELMIX_CACHE, else ~/.cache/modelmix/features.
-        dtype: how features are kept. float16 takes half the disk and rounds them by 5e-4 of themselves or less.
+        dtype: how features are stored. float16 takes half the disk and rounds them by 5e-4 of themselves or less.
+
+    Raises:
+        ModelMixError: the cache cannot be written, or the transform gives other shapes than it declares.
     """
     if dtype not in FORMATS:
-        raise ModelMixError(f"dtype = {dtype!r} is not allowed: features are kept as {' or '.join(FORMATS)}.")
+        raise ModelMixError(f"dtype = {dtype!r} is not allowed: features are stored as {' or '.join(FORMATS)}.")
     shape = transform.shape(images)
     folder = Path(folder or os.environ.get(VARIABLE) or "~/.cache/modelmix/features").expanduser()
     stem = f"{transform.name}-{_key(transform, images, dtype)}"
     path = folder / f"{stem}-v{transform.version}.npy"
     if os.path.exists(path):  # also False where the folder may not be looked into
         try:
-            found = _open(path, shape, dtype)
+            return _open(path, shape, dtype)
         except (OSError, ValueError) as error:
             warnings.warn(f"{path} is not a sound cache ({error}): it is computed anew.", stacklevel=2)
-        else:
-            forget(path)
-            return found
     elif others := sorted(folder.glob(f"{stem}-v*.npy")):
         warnings.warn(
             f"{others[-1]} is of another version of {transform.name}: features are computed anew; delete it at will.",
             stacklevel=2,
         )
-    _write(path, shape, dtype, transform, images)
-    return _open(path, shape, dtype)
+    try:
+        with hold_lock(path, lambda: _LOG.info("%s: another process computes these features; waiting", transform.name)):
+            with suppress(OSError, ValueError):
+                return _open(path, shape, dtype)  # another process has just made it
+            _write(path, shape, dtype, transform, images)
+            return _open(path, shape, dtype)
+    except OSError as error:
+        raise ModelMixError(
+            f"cannot write the cache {path}, {_size(shape, dtype) / 1e9:.2g} GB: {error.strerror or error}. Make room, "
+            f"or name another folder with {VARIABLE}."
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """A slow transform whose features are cached before others are made of them; under its own name."""
+class Cached:
+    """A slow transform whose features are cached, under its own name, before others are computed from them."""
 
     transform: Transform
 
@@ -131,8 +144,8 @@ class Kept:
         yield from torch.split(cached(self.transform, images), _AT_ONCE)
 
 
-def told(name: str, count: int, batches: Iterable[Tensor], done: int = 0) -> Iterator[Tensor]:
-    """The same batches; whoever waits long is told now and then how far they are, through the log of ``modelmix``.
+def log_progress(name: str, count: int, batches: Iterable[Tensor], done: int = 0) -> Iterator[Tensor]:
+    """Yield the batches unchanged and log progress every 15 s to the logger ``modelmix``.
 
     Args:
         count, done: images in all, and how many of them were done before.
@@ -153,7 +166,7 @@ def told(name: str, count: int, batches: Iterable[Tensor], done: int = 0) -> Ite
 
 
 def _key(transform: Transform, images: Tensor, dtype: str) -> str:
-    """A hash of the images and of all parameters; the version is in the file's name, where it can be seen."""
+    """Hash the images and all parameters; the version is in the file's name, where it can be seen."""
     content = images.detach().cpu().contiguous().numpy()
     about = [transform.name, transform.parameters, dtype, str(content.dtype), content.shape]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
@@ -162,7 +175,7 @@ def _key(transform: Transform, images: Tensor, dtype: str) -> str:
 
 
 def _header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """The beginning of a .npy file of this shape and format."""
+    """Return the beginning of a .npy file of this shape and format."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         file, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": tuple(shape)}
@@ -175,7 +188,7 @@ def _size(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Maps a cache; ValueError if it is anything but a whole, unchanged file of this shape and format.
+    """Map a cache; ValueError if it is anything but a whole, unchanged file of this shape and format.
 
     The header is compared and not parsed: a damaged one cannot ask for anything.
     """
@@ -192,49 +205,41 @@ def _open(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def _write(path: Path, shape: tuple[int, ...], dtype: str, transform: Transform, images: Tensor) -> None:
-    """Writes a .npy file under another name and renames it when it is whole.
+    """Write a .npy file, continuing what another process left of it, and rename it when it is complete.
 
-    A full disk leaves the old file or none. After an interrupt, or on a full disk, the next call goes on where this one
-    stopped. Plain writes, not a mapped file: a disk that fills up under a mapped file ends the process instead of
-    raising an error.
+    After an interrupt or on a full disk the next call continues where this one stopped. Plain writes, not a mapped
+    file: a disk that fills up under a mapped file ends the process instead of raising an error.
     """
+    sweep(path.parent, _NAMES)
+    header, row = _header(shape, dtype), _size(shape[1:], dtype)
+    file = ResumableFile(path, header, row, resume=getattr(transform, "lasting", True))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent, _NAMES)
-        header, row = _header(shape, dtype), _size(shape[1:], dtype)
-        file = Unfinished(path, header, row, lasting=getattr(transform, "lasting", True))
-        try:
-            _require_room(path.parent, _size(shape, dtype) - file.rows * row)
-            if file.rows < len(images):
-                batches = transform.batches(images[file.rows :])
-                for batch in told(transform.name, len(images), batches, file.rows):
-                    _require(transform, (len(images), *batch.shape[1:]), shape)
-                    file.add(len(batch), batch.cpu().numpy().astype(dtype, order="C").data)
-            _require(transform, (file.rows, *shape[1:]), shape)
-            file.finish()
-        except ModelMixError:  # the features are no good
-            file.discard()
-            raise
-        except BaseException:
-            file.stop()
-            raise
-    except OSError as error:
-        raise ModelMixError(
-            f"cannot write the cache {path}, {_size(shape, dtype) / 1e9:.2g} GB: {error.strerror or error}. Make room, "
-            f"or name another folder with {VARIABLE}."
-        ) from None
+        _require_room(path.parent, _size(shape, dtype) - file.rows * row)
+        if file.rows < len(images):
+            batches = transform.batches(images[file.rows :])
+            for batch in log_progress(transform.name, len(images), batches, file.rows):
+                _require(transform, (len(images), *batch.shape[1:]), shape)
+                file.append(len(batch), batch.cpu().numpy().astype(dtype, order="C").data)
+        _require(transform, (file.rows, *shape[1:]), shape)
+        file.finish()
+    except ModelMixError:  # the features are no good
+        file.discard()
+        raise
+    except BaseException:
+        file.suspend()
+        raise
 
 
 def _require(transform: Transform, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Else a file would be written that can never be read."""
+    """Refuse features of another shape than declared: their file could never be read."""
     if tuple(found) != tuple(shape):
         raise ModelMixError(
-            f"{transform.name} gave features of shape {tuple(found)} and had told {tuple(shape)}: its shape and its "
+            f"{transform.name} gave features of shape {tuple(found)} and declared {tuple(shape)}: its shape and its "
             "batches must agree."
         )
 
 
 def _require_room(folder: Path, size: int) -> None:
-    """Before hours of work, not after."""
+    """Refuse a disk that is too small before hours of work, not after."""
     if shutil.disk_usage(folder).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from modelmix._imports import one_line
 from modelmix.errors import ModelMixError
-from modelmix.features.alone import check_alone
+from modelmix.features.independence import check_independence
 
 
 @dataclass(frozen=True, eq=False)
 class Extractor:
     """A function of each image alone as a ``Transform``.
 
-    Before it sees any data it is held to ``check_alone``; what it returns must be finite.
+    Before it sees any data it is held to ``check_independence``; what it returns must be finite.
 
     Args:
         name: the kind of function, the beginning of the names of its caches.
@@ -47,7 +47,7 @@ class Extractor:
         return {**self.identity, "unit_length": self.unit_length, **({"mirror": True} if self.mirror else {})}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses images and functions that will not do."""
+        """Return the shape of the features of ``images``; refuse images and functions that will not do."""
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
             raise ModelMixError(
                 f"samples are {images.dtype} with shape {tuple(images.shape)}: features {self.source!r} take uint8 "
@@ -56,11 +56,11 @@ class Extractor:
         one = tuple(images.shape[1:])
         if one not in self._widths:
             with torch.no_grad():
-                self._widths[one] = check_alone(self._features, one, self.source)
+                self._widths[one] = check_independence(self._features, one, self.source)
         return len(images), self._widths[one]
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the CPU."""
+        """Yield the features of the images batch by batch, float32 on the CPU."""
         _, width = self.shape(images)
         for batch in torch.split(images, self.at_once):
             with torch.no_grad():

@@ -23,12 +23,12 @@ SCALES: dict[str, tuple[Colours, Colours]] = {
 
 
 def where(device: torch.device | str | None) -> torch.device:
-    """The given device, else the accelerator if there is one."""
+    """Return the given device, else the GPU if there is one."""
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def require_images(images: Tensor, taker: str) -> None:
-    """Refuses what is not a stack of images, grey or in colour."""
+    """Refuse what is not a stack of images, grey or in colour."""
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ModelMixError(
             f"images are {images.dtype} with shape {tuple(images.shape)}: {taker} takes uint8 N x C x H x W with 1 or "
@@ -60,13 +60,13 @@ class Inputs:
         return {"size": self.size, "pixels": self.pixels}
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 N x C x H x W, C 1 or 3, to float32 N x 3 x size x size."""
-        x = self.resized(images)
+        """Convert uint8 N x C x H x W, C 1 or 3, to float32 N x 3 x size x size."""
+        x = self.resize(images)
         mean, deviation = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in SCALES[self.pixels])
         return (x - mean) / deviation
 
-    def resized(self, images: Tensor) -> Tensor:
-        """Grey levels 0 to 255 as float32 N x 3 x size x size."""
+    def resize(self, images: Tensor) -> Tensor:
+        """Resize to N x 3 x size x size: grey levels 0 to 255 as float32."""
         x = images.float().expand(-1, 3, -1, -1)
         if self.size is None or tuple(x.shape[2:]) == (self.size, self.size):
             return x

@@ -51,7 +51,7 @@ class Joined:
 
 
 def _in_rows_of(size: int, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same rows, so many at a time, whatever the sizes they came in."""
+    """Yield the same rows in batches of ``size``."""
     left: Tensor | None = None
     for batch in batches:
         rows = batch.flatten(1) if left is None else torch.cat([left, batch.flatten(1)])

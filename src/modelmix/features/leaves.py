@@ -19,7 +19,7 @@ _BANK, _NOISE_SIDE = 64, 128  # pictures of noise from which textures are cut
 
 
 def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
-    """``count`` images, uint8 N x 3 x side x side, on the generator's device.
+    """Draw ``count`` images, uint8 N x 3 x side x side, on the generator's device.
 
     Radii follow the law r^-3, under which an image looks alike at all scales.
     """
@@ -29,7 +29,7 @@ def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
     uniform, normal = chance.uniform, chance.normal
 
     bank = clouds(generator)
-    light, mood = uniform(count, low=-math.pi, high=math.pi), coloured(uniform(count), *(0.1 * normal(2, count)))
+    light, mood = uniform(count, low=-math.pi, high=math.pi), mix_colours(uniform(count), *(0.1 * normal(2, count)))
     busy = uniform(count, 1, 1, low=0.15)  # the share of leaves that an image has
     image = torch.zeros(count, 3, side, side, device=device)
     for leaf in range(_LEAVES):
@@ -44,7 +44,7 @@ def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
         rough = cut(bank, count, side, generator)
         strength = [uniform(count, 1, 1) ** 2 * most for most in (0.2, 0.25, 0.15)]
         texture = strength[0] * wave + strength[1] * rough + strength[2] * shade
-        own = coloured(uniform(count), *(0.08 * normal(2, count)))
+        own = mix_colours(uniform(count), *(0.08 * normal(2, count)))
         base = 0.35 * mood + 0.65 * own
         paint = base[:, :, None, None] + texture[:, None] * (1 + 0.3 * normal(count, 3, 1, 1))
         if leaf == 0:
@@ -56,7 +56,7 @@ def dead_leaves(count: int, side: int, generator: torch.Generator) -> Tensor:
 def shape(
     count: int, side: int, smallest: float, largest: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A leaf for every image: the pixels within it, their way from its middle in x and in y, and its radius.
+    """Draw a leaf for every image: the pixels within it, their offsets from its middle in x and y, and its radius.
 
     Radii are in sides of the image and follow the law r^-3.
     """
@@ -68,7 +68,7 @@ def shape(
     axis = (torch.arange(side, device=device) + 0.5) / side
     dx, dy = axis[None, None, :] - uniform(-0.1, 1.1), axis[None, :, None] - uniform(-0.1, 1.1)
     angle = uniform(high=math.pi)
-    along, across = turned(dx, dy, angle)
+    along, across = rotate(dx, dy, angle)
     radius = smallest * (1 - uniform() * (1 - (smallest / largest) ** 2)) ** -0.5
     ratio = (0.35 * torch.randn(count, 1, 1, generator=generator, device=device)).exp()
     # Diamonds, ellipses and boxes: |u|^k + |v|^k < 1.
@@ -77,18 +77,18 @@ def shape(
     return inside, dx, dy, radius
 
 
-def turned(dx: Tensor, dy: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """The same ways in axes that are turned by an angle."""
+def rotate(dx: Tensor, dy: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate offsets by an angle."""
     return dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()
 
 
-def coloured(light: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Red, green and blue from brightness and two opponent colours, which vary less in the world than brightness."""
+def mix_colours(light: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Mix red, green and blue from brightness and two opponent colours, which vary less in the world."""
     return torch.stack([light + a + b, light - a + 0.5 * b, light - 1.5 * b], 1)
 
 
 def clouds(generator: torch.Generator, least: float = 0.5, most: float = 2.0) -> Tensor:
-    """Pictures of noise whose spectrum falls like 1/f^e, e from least to most; mean 0 and variance 1 each."""
+    """Draw pictures of noise whose spectrum falls like 1/f^e, e from least to most; mean 0 and variance 1 each."""
     device = generator.device
     f = torch.fft.fftfreq(_NOISE_SIDE, device=device)
     distance = (f[:, None] ** 2 + f[None, :] ** 2).sqrt().clamp_min(1 / _NOISE_SIDE)
@@ -99,7 +99,7 @@ def clouds(generator: torch.Generator, least: float = 0.5, most: float = 2.0) ->
 
 
 def cut(bank: Tensor, count: int, side: int, generator: torch.Generator) -> Tensor:
-    """A piece of some picture of the bank for every image; pictures go on beyond their borders."""
+    """Cut a piece of some picture of the bank for every image; pictures are periodic."""
     which = torch.randint(len(bank), (count, 1, 1), generator=generator, device=bank.device)
     corner = torch.randint(_NOISE_SIDE, (2, count, 1, 1), generator=generator, device=bank.device)
     step = torch.arange(side, device=bank.device)

@@ -14,8 +14,8 @@ from torch import Tensor
 from modelmix.errors import ModelMixError
 
 
-def contents(path: str | Path) -> tuple[bytes, str]:
-    """The bytes of a file and their SHA-256."""
+def read_with_digest(path: str | Path) -> tuple[bytes, str]:
+    """Return the bytes of a file and their SHA-256."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -24,7 +24,7 @@ def contents(path: str | Path) -> tuple[bytes, str]:
 
 
 def state_dict(data: bytes, source: str | Path) -> Mapping[str, Tensor]:
-    """The tensors in a file of torch.save(network.state_dict()); code in it is refused and never run."""
+    """Read the tensors in a file of torch.save(network.state_dict()); code in it is refused and never run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TorchScript, which is refused below

@@ -14,7 +14,7 @@ from torch import Tensor
 from modelmix.errors import ModelMixError
 from modelmix.features.extractor import Extractor
 from modelmix.features.inputs import Inputs
-from modelmix.features.local import contents
+from modelmix.features.local import read_with_digest
 
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(uint8)": np.uint8}
 
@@ -22,7 +22,7 @@ _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(ui
 def onnx_file(
     path: str | Path, inputs: Inputs, device: torch.device | str = "cpu", *, unit_length: bool = False
 ) -> Extractor:
-    """The one output of a network with one input N x 3 x H x W.
+    """Make an extractor of the one output of an ONNX network with one input N x 3 x H x W.
 
     Where the file fixes H and W, images are resized to them. An input of bytes gets grey levels 0 to 255.
 
@@ -30,7 +30,7 @@ def onnx_file(
         inputs: what else the network takes.
         device: the accelerator's kernels are used if this is one and onnxruntime has them.
     """
-    data, digest = contents(path)
+    data, digest = read_with_digest(path)
     session = _session(data, path, device)
     (taken,) = session.get_inputs() if len(session.get_inputs()) == 1 else (None,)
     if taken is None or len(session.get_outputs()) != 1:
@@ -79,7 +79,7 @@ def _sized(path: str | Path, inputs: Inputs, shape: list[Any]) -> Inputs:
 
 def _function(session: Any, name: str, dtype: Any, inputs: Inputs, size: int | None) -> Callable[[Tensor], Tensor]:
     def function(images: Tensor) -> Tensor:
-        x = inputs.resized(images).round() if dtype is np.uint8 else inputs(images)
+        x = inputs.resize(images).round() if dtype is np.uint8 else inputs(images)
         parts = np.split(x.numpy().astype(dtype), len(x)) if size else [x.numpy().astype(dtype)]
         return torch.from_numpy(np.concatenate([session.run(None, {name: part})[0] for part in parts]))
 

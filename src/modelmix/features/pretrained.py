@@ -15,8 +15,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from modelmix.errors import ModelMixError
 from modelmix.features.extractor import Extractor
 from modelmix.features.inputs import Inputs
-from modelmix.features.local import contents, state_dict
-from modelmix.features.own import frozen
+from modelmix.features.local import read_with_digest, state_dict
+from modelmix.features.user_function import freeze
 
 _CODE = "efficientnet_lite_pytorch"
 _AT_ONCE = {"cpu": 4, "cuda": 256}  # few on a processor, whose caches hold no more
@@ -94,11 +94,11 @@ class _Penultimate(nn.Module):
 def pretrained(
     name: str, device: torch.device | str, *, size: int | None = None, unit_length: bool = False
 ) -> Extractor:
-    """The features of a network by name; images are resized to ``size``, or to the size it was trained on."""
+    """Make the extractor of a network by name; images are resized to ``size``, or to the size it was trained on."""
     about = _NETWORKS[name]
     code, holder = _imported(name, _CODE), _imported(name, about.package)
     path = getattr(holder, about.holder).get_model_file_path()
-    data, digest = contents(path)
+    data, digest = read_with_digest(path)
     if digest != about.digest:
         raise ModelMixError(f"the weights of {name} are not the published ones: install {about.package} again.")
     inputs = Inputs(size or about.size, "signed")
@@ -106,7 +106,7 @@ def pretrained(
     network.load_state_dict(state_dict(data, path))
     device = torch.device(device)
     identity = {"weights": digest, "code": version(_CODE), "inputs": inputs.parameters}
-    function = frozen(_Penultimate(network, device), inputs, device)
+    function = freeze(_Penultimate(network, device), inputs, device)
     return Extractor(name, name, function, identity, unit_length, _AT_ONCE.get(device.type, 64))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from modelmix._checks import whole
 from modelmix.errors import ModelMixError
-from modelmix.features.cache import Transform, told
+from modelmix.features.cache import Transform, log_progress
 from modelmix.kinds import IMAGES
 
 LENGTH = 5.0
@@ -87,7 +87,7 @@ class Whitened:
         return _RIDGE if isinstance(self.images, str) else _PUBLIC_RIDGE
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses what has fewer features than components."""
+        """Return the shape of the features of ``images``; refuse what has fewer features than components."""
         n, *features = self.transform.shape(images)
         most = min(self._count - 1, torch.Size(features).numel())
         if self.components > most:
@@ -98,21 +98,21 @@ class Whitened:
         return n, self.components
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the device."""
+        """Yield the features of the images batch by batch, float32 on the device."""
         self.shape(images)
         mean, rows = self._directions(images[:1])
         for batch in self.transform.batches(images):
             yield LENGTH * F.normalize((batch.flatten(1) - mean) @ rows.T, dim=1)
 
     def _directions(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean of features of images that are not private, and the directions over their deviations."""
+        """Return the mean of features of public or synthetic images, and the directions over their deviations."""
         colours, *size = like.shape[1:]
         side = max(size)
         if isinstance(self.images, str):
             seen = IMAGES[self.images](_COUNT, min(side, _LARGEST), torch.Generator("cpu").manual_seed(0))[:, :colours]
-            features = told(f"synthetic {self.images}", _COUNT, _sized(self.transform, seen, side, size))
+            features = log_progress(f"synthetic {self.images}", _COUNT, _sized(self.transform, seen, side, size))
         else:
-            features = told("public images", self._count, self.transform.batches(self.images))
+            features = log_progress("public images", self._count, self.transform.batches(self.images))
         with torch.no_grad():
             x = torch.cat([batch.flatten(1) for batch in features])
             mean = x.mean(0)
@@ -137,7 +137,7 @@ class Whitened:
 
 
 def _sized(transform: Transform, images: Tensor, side: int, size: Sequence[int]) -> Iterator[Tensor]:
-    """The features of square images, enlarged to ``side`` if they are smaller and cut to ``size``."""
+    """Yield the features of square images, enlarged to ``side`` if they are smaller and cut to ``size``."""
     for some in torch.split(images, _AT_ONCE):
         if some.shape[-1] != side:
             some = F.interpolate(some.float(), (side, side), mode="bilinear").round().to(torch.uint8)

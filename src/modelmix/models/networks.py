@@ -31,7 +31,7 @@ class Pixels(nn.Module):
 
 
 def cnn(channels: int, size: int | tuple[int, int], classes: int) -> nn.Sequential:
-    """The small tanh network common in private training on MNIST and its relatives.
+    """Build the small tanh network common in private training on MNIST and its relatives.
 
     26,010 parameters for 1 x 28 x 28 and 10 classes, 37,274 for 3 x 32 x 32. Tanh rather than ReLU: bounded activations
     keep gradients short, and clipping cuts less.
@@ -63,19 +63,19 @@ def cnn(channels: int, size: int | tuple[int, int], classes: int) -> nn.Sequenti
 
 
 def linear(features: int, classes: int) -> nn.Sequential:
-    """Softmax regression on ``features`` numbers of any shape: 7,850 parameters for 28 x 28 and 10 classes."""
+    """Build softmax regression on ``features`` numbers of any shape: 7,850 parameters for 28 x 28 and 10 classes."""
     return nn.Sequential(nn.Flatten(), nn.Linear(_features(features), _classes(classes)))
 
 
 def mlp(features: int, classes: int) -> nn.Sequential:
-    """One hidden layer of 128 tanh units: 101,770 parameters for 28 x 28 and 10 classes."""
+    """Build one hidden layer of 128 tanh units: 101,770 parameters for 28 x 28 and 10 classes."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(_features(features), 128), nn.Tanh(), nn.Linear(128, _classes(classes))
     )
 
 
 def _side_left(side: int, padding: int) -> int:
-    """What the two convolutions and poolings of `cnn` leave of a side."""
+    """Return what the two convolutions and poolings of `cnn` leave of a side."""
     first = (side + 6 - 8) // 2 + 1 - 1
     return (first + 2 * padding - 4) // 2 + 1 - 1
 

@@ -48,7 +48,7 @@ NAMES = tuple(_BUILDERS)
 
 
 def build(name: str, shape: Shape, classes: int) -> nn.Module:
-    """A new network with fresh weights, drawn from torch's global generator.
+    """Build a network with fresh weights, drawn from torch's global generator.
 
     Args:
         name: one of `NAMES`, or "package.module:function"; the current folder is searched first. The function is called

@@ -31,13 +31,13 @@ class StandardisedConv2d(nn.Conv2d):
         self.gain = nn.Parameter(torch.ones(outside))
 
     def standardised(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The kernels without their gains, (W - mean) * r, and r = 1 / sqrt(fan_in * (variance + eps))."""
+        """Return the kernels without their gains, (W - mean) * r, and r = 1 / sqrt(fan_in * (variance + eps))."""
         variance, mean = torch.var_mean(weight, (1, 2, 3), correction=0, keepdim=True)
         r = torch.rsqrt(weight[0].numel() * (variance + self.eps))
         return (weight - mean) * r, r
 
     def used_weight(self, weight: Tensor, gain: Tensor) -> Tensor:
-        """The kernel that images are convolved with."""
+        """Return the kernel that images are convolved with."""
         return gain[:, None, None, None] * self.standardised(weight)[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class WideResNet16(nn.Module):
         self.head = nn.Linear(inside, classes)
 
     def maps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the second of the three stages sees, at half the resolution, and the last, at a quarter."""
+        """Return the maps of the second of the three stages, at half the resolution, and of the last, at a quarter."""
         second = self.blocks[:4](self.conv(x))
         return F.relu(second), self.norm(F.relu(self.blocks[4:](second)))
 

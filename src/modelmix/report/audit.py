@@ -11,7 +11,7 @@ from modelmix.report import style
 
 
 def draw(without: NDArray[np.float64], with_canary: NDArray[np.float64], title: str, path: Path) -> list[Path]:
-    """Histograms of the attacker's scores without and with the canary, as PNG and SVG."""
+    """Draw histograms of the attacker's scores without and with the canary, as PNG and SVG."""
     with style.look():
         from matplotlib import pyplot
 

@@ -24,7 +24,7 @@ def draw(
     tail: TailFit | None = None,
     bias: Sequence[Bias] = (),
 ) -> list[Path]:
-    """One panel for a noisy histogram; three where the samples themselves may be looked at."""
+    """Draw one panel for a noisy histogram; three where the samples themselves may be looked at."""
     with style.look():
         from matplotlib import pyplot
 

@@ -39,7 +39,7 @@ class Curve:
 
 
 def over_steps(ledger: Ledger, first: float, last: float, delta: float) -> Curve:
-    """epsilon after each of some step counts, for the one mechanism and the claim of a ledger."""
+    """Compute epsilon after each of some step counts, for the one mechanism and the claim of a ledger."""
     (phase,) = ledger.phases
     mechanism = phase.mechanism
     x = np.unique(np.round(_grid(max(1.0, first), last, _STEP_POINTS)))
@@ -50,7 +50,7 @@ def over_steps(ledger: Ledger, first: float, last: float, delta: float) -> Curve
 
 
 def over_width(ledger: Ledger, first: float, last: float, delta: float, unit: float | None) -> Curve:
-    """epsilon against omega, or against tau/eta where ``unit`` gives omega per tau/eta."""
+    """Compute epsilon against omega, or against tau/eta where ``unit`` gives omega per tau/eta."""
     axis = "mixing width omega" if unit is None else "mixing threshold tau / eta"
     (phase,) = ledger.phases
     mechanism = phase.mechanism
@@ -100,7 +100,7 @@ def _untruncated(book: Ledger) -> Ledger:
 
 
 def draw(curve: Curve, path: Path) -> list[Path]:
-    """The plot, as PNG and SVG."""
+    """Draw the plot, as PNG and SVG."""
     with style.look():
         from matplotlib import pyplot
 

@@ -42,21 +42,25 @@ _STYLE: dict[Any, Any] = {
 
 def require() -> None:
     """Refuse to draw where matplotlib is not installed."""
-    if not available():
+    if not _installed("matplotlib"):
         raise ModelMixError("plots need matplotlib: install it with pip install 'modelmix[report]'.")
 
 
 def available() -> bool:
-    """Whether plots can be drawn."""
+    """Return whether the page of a run can be made: it needs matplotlib and jinja2, the extra ``report``."""
+    return _installed("matplotlib") and _installed("jinja2")
+
+
+def _installed(package: str) -> bool:
     try:
-        return find_spec("matplotlib") is not None
+        return find_spec(package) is not None
     except ValueError:  # taken out by hand
         return False
 
 
 @contextmanager
 def look() -> Iterator[None]:
-    """The house style, without touching the user's settings or needing a screen."""
+    """Apply the house style within, without touching the user's settings or needing a screen."""
     require()
     import matplotlib
 
@@ -66,7 +70,7 @@ def look() -> Iterator[None]:
 
 
 def prepare(path: Path) -> None:
-    """Makes the folder of a plot and refuses a name that cannot be drawn to, before anything is computed."""
+    """Make the folder of a plot and refuse a name that cannot be drawn to, before anything is computed."""
     require()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ModelMixError(f"cannot draw {path}: the name must end in .png, .svg or .pdf.")
@@ -79,7 +83,7 @@ def prepare(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Writes PNG and SVG beside each other, and PDF where the name asks for it; returns the paths."""
+    """Write PNG and SVG beside each other, and PDF where the name asks for it; return the paths."""
     from matplotlib import pyplot
 
     prepare(path)

@@ -1,7 +1,12 @@
 """Scalars in TensorBoard's event files.
 
 The format is a sequence of records (length, masked CRC-32C of it, payload, masked CRC-32C of the payload); a payload is
-a protocol-buffer ``Event``, of which scalars need five fields. A few lines here spare every user two large packages.
+a protocol-buffer ``Event``, of which scalars need five fields.
+
+It is written here because the writers of tensorboardX and torch.utils.tensorboard break what a private run needs: they
+put the exact time into the header, and time and host name into the name of the file; they write from a thread, so that
+a row may be half there after a full disk; they make the file readable by everybody, and a resumed run appends a second
+one beside the first. A few lines also spare every user two large packages.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ _TABLE = _crc_table()
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C, rotated and shifted as the record format asks."""
+    """Compute CRC-32C, rotated and shifted as the record format asks."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -61,7 +66,7 @@ def _field(number: int, payload: bytes) -> bytes:
 
 
 def event(step: int, scalars: Mapping[str, float], wall_time: float) -> bytes:
-    """One ``Event`` with the scalars of a step."""
+    """Encode one ``Event`` with the scalars of a step."""
     values = b"".join(
         _field(1, _field(1, tag.encode()) + _varint(2 << 3 | 5) + _float32(value)) for tag, value in scalars.items()
     )
@@ -103,7 +108,7 @@ class EventFile:
                     old.unlink()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Appends a row whole, or leaves the file as it was."""
+        """Append a row whole, or leave the file as it was."""
         try:
             with open(self.path, "ab", buffering=0) as file:
                 before, data = file.tell(), _row(row, round(time.time(), -1))

@@ -1,26 +1,35 @@
-"""The page of a run: one file that says what was trained, what it cost in privacy, and what that does not cover."""
+"""The page of a run: one file that says what was trained, what it cost in privacy, and what that does not cover.
+
+This module gathers what the page says from the files of the run folder; ``page.html.j2`` says how it looks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmix._files import write_atomically
 from modelmix._format import up
 from modelmix.accounting.guarantee import COVERED, SEEDED, Guarantee, guarantee
 from modelmix.accounting.pld import equal_variance, unmixed
 from modelmix.accounting.runs import TEST_METRICS, Claim
+from modelmix.errors import ModelMixError
+from modelmix.runs import formatting
 from modelmix.runs import page_plots as plots
-from modelmix.runs import words
 from modelmix.runs.page_data import Run, read_run
-from modelmix.runs.page_html import Html, bullets, coded, document, joined, table, tag
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
 
 _FIRST_PHASES, _LAST_PHASES = 20, 5  # of a ledger too long to print
 _DEEPEST = 8  # level of nested settings
-_ABOUT = (
+_ABOUT = [
     "created",
     "data",
     "model",
@@ -34,11 +43,11 @@ _ABOUT = (
     "device",
     "torch",
     "modelmix",
-)
+]
 
 
 def write_report(folder: str | Path, *, public: bool = False) -> Path:
-    """Writes ``report.html`` into a run folder and returns its path.
+    """Write ``report.html`` into a run folder and return its path.
 
     The page needs no network and no script. Epsilon is recomputed from the ledger and rounded up; for a run whose
     ledger is not proved the page says so instead, and prints none. With ``public`` the page is ``report-public.html``
@@ -55,32 +64,70 @@ def write_report(folder: str | Path, *, public: bool = False) -> Path:
 
 
 def render(run: Run, *, public: bool = False) -> str:
-    """The page as text."""
+    """Render the page as text. Every value is escaped; only the plots, which are made here, are not."""
+    return _template().render(_content(run, public))
+
+
+def _content(run: Run, public: bool) -> dict[str, Any]:
+    """Gather everything that the template shows."""
     best = proved(run, public=public)
-    return document(
-        f"{run.name} - ModelMix run",
-        _title(run),
-        *_banners(run, best),
-        _facts(run, best, public),
-        _progress(run, best, public),
-        _comparison(run, best),
-        _phases(run),
-        _guarantee(run, best),
-        *([] if public or run.diagnostics is None else [_diagnostics(run, run.diagnostics)]),
-        _settings(run, public),
-        _recheck(run),
-    )
+    finite = best is not None and math.isfinite(best.epsilon)
+    drawn, notes = _progress(run, best, public)
+    return {
+        "text": formatting,
+        "name": run.name,
+        "about": [str(run.config[key]) for key in ("model", "data", "created") if run.config.get(key)],
+        "delta": repr(run.delta),
+        "unproved": run.unproved,
+        "best": best,
+        "banners": list(_banners(run, best)),
+        "facts": list(_facts(run, best, public)),
+        "plots": drawn,
+        "plot_notes": notes,
+        "comparison": None if best is None else _comparison(run, best),
+        "phases": _phases(run),
+        "promise": _promise(run, best) if best is not None and finite else "",
+        "covered": COVERED,
+        "not_covered": [] if best is None else [*best.not_covered, *(f"what is assumed: {a}" for a in best.assumed)],
+        "diagnostics": None if public or run.diagnostics is None else _diagnostics(run, run.diagnostics),
+        "settings": list(_settings(run, public)),
+    }
+
+
+@cache
+def _template() -> Template:
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ModuleNotFoundError:
+        raise ModelMixError("the page needs jinja2: install it with pip install 'modelmix[report]'.") from None
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["code"] = _code
+    return environment.from_string((files("modelmix.runs") / "page.html.j2").read_text(encoding="utf-8"))
+
+
+def _code(text: str) -> Markup:
+    """Escape a text and set what stands between `backquotes` as code."""
+    from markupsafe import Markup, escape
+
+    parts = [escape(part) for part in text.split("`")]
+    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
+
+
+def _figure(svg: str) -> Markup:
+    from markupsafe import Markup
+
+    return Markup(svg)
 
 
 def proved(run: Run, *, public: bool = False) -> Guarantee | None:
-    """The guarantee of everything the run planned, with what the run leaves uncovered; None where none is proved."""
+    """Return the guarantee of all that the run planned, with what the run leaves uncovered; None if none is proved."""
     if run.unproved:
         return None
     found = run.claim.guarantee(run.delta)
     more = Claim(
         run.planned,
         run.ledger,
-        assumed=tuple(words.assumed_by(run.recipe)),  # known to older runs from their recipe alone
+        assumed=tuple(formatting.assumed_by(run.recipe)),  # known to older runs from their recipe alone
         excluded=() if run.test_public else (TEST_METRICS,),
     )
     found = more.qualified(found)
@@ -89,88 +136,76 @@ def proved(run: Run, *, public: bool = False) -> Guarantee | None:
     return replace(found, excluded=(*found.excluded, diagnostics))
 
 
-def _title(run: Run) -> Html:
-    about = [str(run.config[key]) for key in ("model", "data", "created") if run.config.get(key)]
-    return joined([tag("h1", run.name), tag("p", ", ".join(about), kind="soft")])
-
-
-def _banners(run: Run, best: Guarantee | None) -> Iterator[Html]:
+def _banners(run: Run, best: Guarantee | None) -> Iterator[dict[str, Any]]:
     if best is None:
-        yield tag("div", words.NOT_PROVED, bullets(run.unproved), kind="banner")
+        yield {"text": formatting.NOT_PROVED, "lines": run.unproved}
     elif math.isinf(best.epsilon):
-        yield tag("div", words.UNBOUNDED, kind="banner")
+        yield {"text": formatting.UNBOUNDED, "lines": ()}
     if "seed" not in run.config:
-        yield tag("div", words.SEED_UNKNOWN, kind="banner")
+        yield {"text": formatting.SEED_UNKNOWN, "lines": ()}
     elif run.planned.seeded:
-        yield tag("div", SEEDED, kind="banner")
+        yield {"text": SEEDED, "lines": ()}
 
 
-def _facts(run: Run, best: Guarantee | None, public: bool) -> Html:
-    tested = [] if _withheld(run, public) else [_accuracy_fact(run)]
-    return tag("div", *tested, _epsilon_fact(run, best), _steps_fact(run), kind="facts")
+def _facts(run: Run, best: Guarantee | None, public: bool) -> Iterator[dict[str, str]]:
+    if not _withheld(run, public):
+        yield _accuracy_fact(run)
+    yield _epsilon_fact(run, best)
+    planned = run.planned.steps if "plan" in run.config else run.config.get("steps")
+    yield _fact(
+        "steps",
+        formatting.count(run.ledger.steps),
+        "" if planned is None else f"of {formatting.count(planned)} planned",
+    )
 
 
 def _withheld(run: Run, public: bool) -> bool:
-    """Whether what was measured on the test set stays out of the page."""
+    """Return whether what was measured on the test set stays out of the page."""
     return public and not run.test_public
 
 
-def _accuracy_fact(run: Run) -> Html:
+def _accuracy_fact(run: Run) -> dict[str, str]:
     tested, averaged = run.series("test_accuracy"), run.series("ema_accuracy")
     value = f"{100 * tested[-1][1]:.2f} %" if tested else "-"
     return _fact("test accuracy", value, f"of the average (EMA): {100 * averaged[-1][1]:.2f} %" if averaged else "")
 
 
-def _epsilon_fact(run: Run, best: Guarantee | None) -> Html:
+def _epsilon_fact(run: Run, best: Guarantee | None) -> dict[str, str]:
     if best is None:
         claim = run.config.get("claimed_epsilon")
-        return _fact("privacy", words.NOT_PROVED, "" if claim is None else f"claimed, not proved: {_plain(claim)}")
+        return _fact("privacy", formatting.NOT_PROVED, "" if claim is None else f"claimed, not proved: {_plain(claim)}")
     note = f"{best.accountant}, rounded up"
     if best.steps > run.ledger.steps:
         so_far = up(guarantee(run.ledger, run.delta).epsilon)
         note += (
             f"; for all planned steps, however early the run was stopped ({so_far} only if it was fixed beforehand to "
-            f"stop after {words.count(run.ledger.steps)} steps)"
+            f"stop after {formatting.count(run.ledger.steps)} steps)"
         )
     if best.seeded:
         note += f"; {SEEDED}"
     return _fact(f"epsilon at delta = {run.delta!r}", up(best.epsilon), note)
 
 
-def _steps_fact(run: Run) -> Html:
-    planned = run.planned.steps if "plan" in run.config else run.config.get("steps")
-    note = "" if planned is None else f"of {words.count(planned)} planned"
-    return _fact("steps", words.count(run.ledger.steps), note)
+def _fact(label: str, value: str, note: str = "") -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
 
 
-def _fact(label: str, value: str, note: str = "") -> Html:
-    return tag(
-        "div",
-        tag("div", label, kind="soft"),
-        tag("div", value, kind="value"),
-        *([tag("div", note, kind="soft")] if note else []),
-        kind="fact",
-    )
-
-
-def _progress(run: Run, best: Guarantee | None, public: bool) -> Html:
+def _progress(run: Run, best: Guarantee | None, public: bool) -> tuple[list[Markup], list[str]]:
+    """Draw accuracy and epsilon over the steps, and say what is not drawn."""
     withheld = _withheld(run, public)
     lines = {} if withheld else {"model": run.series("test_accuracy"), "average (EMA)": run.series("ema_accuracy")}
     drawn = [plots.accuracy(lines)] if any(lines.values()) else []
     curve = None if best is None else plots.epsilon_curve(run.planned, run.delta, best)
     if curve is not None:
         drawn.append(curve)
-    body = tag("div", *(tag("figure", plot) for plot in drawn), kind="plots")
-    notes = [] if any(lines.values()) else [words.TEST_LEFT_OUT if withheld else "No accuracy was recorded."]
+    notes = [] if any(lines.values()) else [formatting.TEST_LEFT_OUT if withheld else "No accuracy was recorded."]
     if best is None:
         notes.append("No curve of epsilon: it is not proved.")
-    return _section("Accuracy and epsilon", *([body] if drawn else []), *(tag("p", n, kind="soft") for n in notes))
+    return [_figure(svg) for svg in drawn], notes
 
 
-def _comparison(run: Run, best: Guarantee | None) -> Html:
-    title = "The honest comparison"
-    if best is None:
-        return _section(title, tag("p", "No comparison: the epsilon of this run is not proved."))
+def _comparison(run: Run, best: Guarantee) -> dict[str, Any]:
+    """Compare with the same noise without mixing, and with a Gaussian of the same variance."""
     twin_ledger = equal_variance(run.planned)
     plain, twin = (guarantee(book, run.delta) for book in (unmixed(run.planned), twin_ledger))
     z = [phase.mechanism.noise_multiplier for phase in twin_ledger.phases]
@@ -180,15 +215,11 @@ def _comparison(run: Run, best: Guarantee | None) -> Html:
         ["the same noise without mixing", up(plain.epsilon), plain.accountant],
         [f"Gaussian of equal total variance{multiplier}", up(twin.epsilon), twin.accountant],
     ]
-    return _section(
-        title,
-        table(["", f"epsilon at delta = {run.delta!r}", "accountant"], rows, numbers=[1], ours=0),
-        tag("p", _verdict(run, best, plain, twin), kind="soft"),
-    )
+    return {"rows": rows, "verdict": _verdict(run, best, plain, twin)}
 
 
 def _verdict(run: Run, best: Guarantee, plain: Guarantee, twin: Guarantee) -> str:
-    """What the three lines say, in words."""
+    """Say what the three lines mean."""
     if not any(phase.mechanism.mixed for phase in run.ledger.phases):
         first = "This run does not mix, so the first two lines agree."
     elif best.epsilon < plain.epsilon:
@@ -199,61 +230,31 @@ def _verdict(run: Run, best: Guarantee, plain: Guarantee, twin: Guarantee) -> st
     return f"{first}{second} All numbers are upper bounds, by Renyi moments (RDP) or loss distributions (PLD)."
 
 
-def _phases(run: Run) -> Html:
+def _phases(run: Run) -> list[list[str]]:
     rows = [
-        [f"{i}", f"{phase.steps:,}", *words.mechanism_cells(phase.mechanism)]
+        [f"{i}", f"{phase.steps:,}", *formatting.mechanism_cells(phase.mechanism)]
         for i, phase in enumerate(run.ledger.phases, start=1)
     ]
     left_out = len(rows) - _FIRST_PHASES - _LAST_PHASES
     if left_out > 0:
         rows[_FIRST_PHASES:-_LAST_PHASES] = [["...", f"{left_out:,} phases more", *["..."] * 6]]
-    columns = ["phase", "steps", "law", "z", "omega", "p", "q", "d"]
-    note = "Lengths are over the clip: z is the noise, omega the mixing width; p truncates coordinates to c/sqrt(p); "
-    note += "q is the Poisson sampling rate; d the trained coordinates where the account uses them."
-    return _section(
-        "The ledger",
-        table(columns, rows, numbers=[1, 3, 4, 5, 6, 7]) if rows else tag("p", "No step was taken."),
-        tag("p", note, kind="soft"),
-    )
+    return rows
 
 
-def _guarantee(run: Run, best: Guarantee | None) -> Html:
-    if best is None:
-        why = tag("p", "No guarantee of differential privacy is proved for this run:")
-        return _section("The guarantee", why, bullets(run.unproved), tag("p", words.NOTHING_COVERED))
-    if math.isinf(best.epsilon):
-        return _section("The guarantee", tag("p", words.NOTHING_COVERED))
-    promise = (
-        f"Everything listed as covered keeps ({up(best.epsilon)}, {run.delta!r})-differential privacy. {best.scope}"
-    )
-    return _section(
-        "The guarantee",
-        tag("p", promise),
-        *(tag("p", note) for note in best.notes),
-        tag("h3", "Covered"),
-        bullets(COVERED),
-        tag("h3", "Not covered"),
-        bullets([*best.not_covered, *(f"what is assumed: {line}" for line in best.assumed)]),
-    )
+def _promise(run: Run, best: Guarantee) -> str:
+    return f"Everything listed as covered keeps ({up(best.epsilon)}, {run.delta!r})-differential privacy. {best.scope}"
 
 
-def _diagnostics(run: Run, found: dict[str, Any]) -> Html:
-    histogram = found.get("norm_histogram")
-    clip = words.number(run.settings.get("clip"))
-    plot = [] if histogram is None else [plots.norms(histogram["edges"], histogram["counts"], clip, _norm(run))]
-    return tag(
-        "section",
-        tag("h2", "Diagnostics"),
-        tag("p", coded(words.DIAGNOSTICS), kind="mark"),
-        *(tag("figure", svg) for svg in plot),
-        table(["", "how often", "count"], _clips(found), numbers=[1]),
-        table([], _draws(found), numbers=[1]),
-        kind="box",
-    )
+def _diagnostics(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    histogram, clip = found.get("norm_histogram"), formatting.number(run.settings.get("clip"))
+    plot = None
+    if histogram is not None:
+        plot = _figure(plots.norms(histogram["edges"], histogram["counts"], clip, _norm(run)))
+    return {"plot": plot, "clips": _clips(found), "draws": _draws(found)}
 
 
 def _norm(run: Run) -> str:
-    """The norm in which gradients are clipped; it follows from the law of the noise."""
+    """Name the norm in which gradients are clipped; it follows from the law of the noise."""
     return " or ".join(sorted({f"l{phase.mechanism.coordinate_law.norm}" for phase in run.ledger.phases})) or "l2"
 
 
@@ -264,38 +265,36 @@ def _clips(found: dict[str, Any]) -> list[list[str]]:
         ("truncated coordinates", "truncated_coordinates", "coordinates"),
     )
     return [
-        [name, words.share(found.get(part), found.get(whole)),
-         f"{words.count(found.get(part))} of {words.count(found.get(whole))}"]
+        [name, formatting.share(found.get(part), found.get(whole)),
+         f"{formatting.count(found.get(part))} of {formatting.count(found.get(whole))}"]
         for name, part, whole in lines
     ]  # fmt: skip
 
 
 def _draws(found: dict[str, Any]) -> list[list[str]]:
     drawn = found.get("drawn")
-    sizes = [words.count(size) for size in drawn] if isinstance(drawn, list) and len(drawn) == 3 else ["-"] * 3
+    sizes = [formatting.count(size) for size in drawn] if isinstance(drawn, list) and len(drawn) == 3 else ["-"] * 3
     return [
         ["drawn batch size: mean, smallest, largest", " / ".join(sizes)],
-        ["empty draws", words.count(found.get("empty_draws"))],
-        ["samples whose gradient was not finite", words.count(found.get("nonfinite"))],
+        ["empty draws", formatting.count(found.get("empty_draws"))],
+        ["samples whose gradient was not finite", formatting.count(found.get("nonfinite"))],
     ]
 
 
-def _settings(run: Run, public: bool) -> Html:
+def _settings(run: Run, public: bool) -> Iterator[tuple[str, str]]:
     known = {"population": run.ledger.population or run.config.get("samples"), "adjacency": run.ledger.adjacency}
     about = {"steps planned" if key == "steps" else key: run.config.get(key, known.get(key)) for key in _ABOUT}
-    rows = []
     for name, value in [*about.items(), *_flat("", run.settings)]:
         last = name.rsplit(".", 1)[-1].lower()
         if public and "seed" in last and value is not None:
             value = "set; left out of the public page"
         if run.unproved and "epsilon" in last:
             name = f"{name} (not proved)"
-        rows.append([name, _plain(value)])
-    return _section("Settings", table(["setting", "value"], rows))
+        yield name, _plain(value)
 
 
 def _flat(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Nested settings as (dotted name, value)."""
+    """Flatten nested settings into (dotted name, value)."""
     if depth > _DEEPEST:
         yield name, "..."
     elif isinstance(value, dict) and (value or not name):
@@ -309,7 +308,7 @@ def _flat(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, objec
 
 
 def _plain(value: object) -> str:
-    """A setting as text."""
+    """Format a setting."""
     if value is None or value in ([], {}, ""):
         return "-"
     if isinstance(value, bool):
@@ -317,16 +316,3 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(_plain(entry) for entry in value)
     return str(value)
-
-
-def _recheck(run: Run) -> Html:
-    command = f"`modelmix verify RUN --delta {run.delta!r}`"
-    does = (
-        "names the rules that were broken" if run.unproved else "recomputes epsilon from the ledger, without the model"
-    )
-    text = f"{command}, with RUN the folder of this page, {does}."
-    return _section("How to re-check", tag("p", coded(text)))
-
-
-def _section(title: str, *body: Html) -> Html:
-    return tag("section", tag("h2", title), *body)

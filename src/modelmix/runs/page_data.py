@@ -11,7 +11,7 @@ from typing import Any
 from modelmix.accounting.ledger import Ledger, read_ledger
 from modelmix.accounting.runs import Claim, claim_of, read_config, read_object
 from modelmix.errors import ModelMixError
-from modelmix.runs.words import number
+from modelmix.runs.formatting import number
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Run:
         return self.ledger.unproved
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every metrics row that has both."""
+        """Return (step, value) of every metrics row that has both."""
         pairs = [(number(row.get("step")), number(row.get(key))) for row in self.rows]
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 def read_run(folder: Path) -> Run:
-    """The run in ``folder``. Config and ledger must be there; metrics and diagnostics may be missing."""
+    """Read the run in ``folder``. Config and ledger must be there; metrics and diagnostics may be missing."""
     if not folder.is_dir():
         raise ModelMixError(f"cannot read {folder}: there is no such folder; give the folder of a run.")
     config = read_config(folder / "config.json")

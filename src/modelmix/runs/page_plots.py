@@ -1,4 +1,4 @@
-"""The plots of a run's page, as SVG text to be put into it."""
+"""The plots of a run's page, as SVG text. No text of a user is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from modelmix.accounting.functions import Array
 from modelmix.accounting.guarantee import Guarantee, epsilon, quick_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.report import style
-from modelmix.runs.page_html import Html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +23,8 @@ _SIZE = (4.2, 2.9)  # inches; small, so that the letters stay readable on a phon
 _UNDATED: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def accuracy(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Html:
-    """Accuracy in percent against steps, one line per name; a name without points is left out."""
+def accuracy(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Draw accuracy in percent against steps, one line per name; a name without points is left out."""
     looks = iter(((style.MIXED, "-"), (style.MIXED_25, "--")))
 
     def draw(axes: Axes) -> None:
@@ -42,8 +41,8 @@ def accuracy(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Html:
     return _svg("accuracy", "Accuracy on the test set against steps", draw)
 
 
-def epsilon_curve(ledger: Ledger, delta: float, best: Guarantee) -> Html | None:
-    """Epsilon after every part of the ledger, ending at ``best``; None where there is no finite value to draw."""
+def epsilon_curve(ledger: Ledger, delta: float, best: Guarantee) -> str | None:
+    """Draw epsilon after every part of the ledger, ending at ``best``; None if there is no finite value."""
     steps, values = epsilon_points(ledger, delta, best)
     finite = np.isfinite(values)
     if not finite.any():
@@ -59,7 +58,7 @@ def epsilon_curve(ledger: Ledger, delta: float, best: Guarantee) -> Html | None:
 
 
 def epsilon_points(ledger: Ledger, delta: float, best: Guarantee) -> tuple[Array, Array]:
-    """Step counts and the epsilon after each; distributions are asked where they gave ``best``, with fewer buckets."""
+    """Return step counts and the epsilon after each, by the accountant of ``best`` (with fewer buckets for PLD)."""
     if not ledger.phases:
         return np.array([]), np.array([])
     different = len({phase.mechanism for phase in ledger.phases}) if best.accountant == "PLD" else 1
@@ -72,7 +71,7 @@ def epsilon_points(ledger: Ledger, delta: float, best: Guarantee) -> tuple[Array
 
 
 def prefix(ledger: Ledger, steps: int) -> Ledger:
-    """The first ``steps`` steps of a ledger."""
+    """Return the first ``steps`` steps of a ledger."""
     out = Ledger(unproved=ledger.unproved)
     for phase in ledger.phases:
         taken = min(phase.steps, steps - out.steps)
@@ -81,8 +80,8 @@ def prefix(ledger: Ledger, steps: int) -> Ledger:
     return out
 
 
-def norms(edges: Sequence[float], counts: Sequence[float], clip: float | None, norm: str) -> Html:
-    """Histogram of gradient norms before clipping, with the clip as a line."""
+def norms(edges: Sequence[float], counts: Sequence[float], clip: float | None, norm: str) -> str:
+    """Draw the histogram of gradient norms before clipping, with the clip as a line."""
     filled = np.flatnonzero(counts)
     first, last = (filled[0], filled[-1] + 1) if filled.size else (0, len(counts))
     shown_edges, shown = np.array(edges[first : last + 1]), np.array(counts[first:last])
@@ -99,8 +98,8 @@ def norms(edges: Sequence[float], counts: Sequence[float], clip: float | None, n
     return _svg("norms", "Histogram of the gradient norms before clipping", draw)
 
 
-def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Html:
-    """One small plot. ``name`` keeps the ids of several plots in one page apart."""
+def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> str:
+    """Draw one small plot. ``name`` keeps the ids of several plots in one page apart."""
     with style.look():
         import matplotlib
         from matplotlib.figure import Figure
@@ -110,11 +109,11 @@ def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Html:
             draw(figure.subplots())
             out = io.StringIO()
             figure.savefig(out, format="svg", metadata=_UNDATED)
-    return Html(_inline(out.getvalue(), title))
+    return _inline(out.getvalue(), title)
 
 
 def _inline(svg: str, title: str) -> str:
-    """The <svg> element alone; without the ids of groups, which nothing refers to and several plots would share."""
+    """Cut out the <svg> element, without the ids of groups, which nothing refers to and several plots would share."""
     element = svg[svg.index("<svg") :].strip()
     element = re.sub(r'<g id="[^"]*"', "<g", element)
     return element.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)

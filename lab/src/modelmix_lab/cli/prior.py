@@ -16,7 +16,7 @@ from modelmix.errors import ModelMixError
 
 def prior(
     out: Annotated[Path, typer.Option(help="The file of weights to write, .npz.")] = Path("prior.npz"),
-    steps: Annotated[int, typer.Option(help="Steps of the lesson.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 10_000,
     batch: Annotated[int, typer.Option(help="Images in a step; of scenes, two views of each are compared.")] = 1024,
     images: Annotated[int, typer.Option(help="Synthetic images to make.")] = 200_000,
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 2e-3,
@@ -39,24 +39,28 @@ def prior(
     modelmix-lab train recipe.toml        (with: prior = "prior.npz", and features = "prior" for a head on its features)
     """
     from modelmix.training import Performance
-    from modelmix_lab.features.prior import Lesson, learn
-    from modelmix_lab.features.reading import learn_to_read
+    from modelmix_lab.features.prior import PriorConfig, train_prior
+    from modelmix_lab.features.reading import train_reading_prior
     from modelmix_lab.features.weights import save
 
     if out.exists() or not out.parent.is_dir():
         why = "is there already" if out.exists() else "has no folder to lie in"
         raise ModelMixError(f"{out} {why}: choose another --out.")
-    lesson = Lesson(images=images, steps=steps, batch=batch, lr=lr, width=width, seed=seed, of=of)
+    config = PriorConfig(images=images, steps=steps, batch=batch, lr=lr, width=width, seed=seed, of=of)
     where = Performance(device=device).find_device()
     start = time.monotonic()
     losses: list[tuple[int, float]] = []
 
-    def said(step: int, loss: float) -> None:
+    def on_progress(step: int, loss: float) -> None:
         losses.append((step, loss))
         print(f"step {step:,} of {steps:,}: loss {loss:.3f}, {time.monotonic() - start:.0f} s", file=sys.stderr)
 
-    network = learn_to_read(lesson, where, said) if of == "characters" else learn(lesson, where, said)
-    save(network, lesson, out)
+    network = (
+        train_reading_prior(config, where, on_progress)
+        if of == "characters"
+        else train_prior(config, where, on_progress)
+    )
+    save(network, config, out)
     seconds = round(time.monotonic() - start, 1)
     if json:
         print(show.as_json({"file": str(out), "loss": losses[-1][1], "seconds": seconds, "losses": losses}))

@@ -15,7 +15,7 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.cli import show
 from modelmix.cli.options import Json
 from modelmix.errors import ModelMixError
-from modelmix_lab.theory import beyond, localised, rounding, sphere
+from modelmix_lab.theory import counterexamples, other_randomness, rounding, sphere
 
 _ADDED = {
     "langevin": "standard deviation of Langevin noise",
@@ -26,7 +26,7 @@ _ADDED = {
     "rounding-before": "spacing, or give --format and --largest",
     "rounding-after": "any",
 }
-KINDS = (*_ADDED, *localised.MULTIPLICATIVE)
+KINDS = (*_ADDED, *counterexamples.MULTIPLICATIVE)
 
 
 def randomness(
@@ -65,12 +65,12 @@ def randomness(
     plain = Mechanism(z, q)
     gaussian = guarantee(plain, delta, steps=steps)
     alone = gaussian.epsilon
-    if kind in localised.MULTIPLICATIVE:
+    if kind in counterexamples.MULTIPLICATIVE:
         _negative(kind, keep, steps, gaussian, json)
         return
     note = ""
     if kind == "langevin":
-        found = proved_epsilon(beyond.langevin(plain, size), delta, steps=steps)
+        found = proved_epsilon(other_randomness.langevin(plain, size), delta, steps=steps)
         note = "Gaussian as well: variances add, every direction is the same."
     elif kind == "sphere":
         found = sphere.Sphere(z, size, q, d).epsilon(delta, steps)
@@ -79,8 +79,8 @@ def randomness(
         found = proved_epsilon(rounding.dithered(plain, size), delta, steps=steps)
         note = "an independent uniform in every coordinate: mixing with this width."
     elif kind == "two-point":
-        law = beyond.Discrete(z, (-size, size), (0.5, 0.5))
-        found = proved_epsilon(beyond.coordinatewise(law, q), delta, steps=steps)
+        law = other_randomness.Discrete(z, (-size, size), (0.5, 0.5))
+        found = proved_epsilon(other_randomness.coordinatewise(law, q), delta, steps=steps)
         note = (
             "convex in the squared size of a coordinate, on a grid finer than the noise: one coordinate is the worst."
         )
@@ -111,8 +111,8 @@ def randomness(
 
 def _figure(out: Path, json: bool) -> None:
     from modelmix.report import style
-    from modelmix_lab.experiments import beyond as experiment
-    from modelmix_lab.report import beyond as picture
+    from modelmix_lab.experiments import other_randomness as experiment
+    from modelmix_lab.report import other_randomness as picture
 
     style.prepare(out)
     lines, alone = experiment.lines(), experiment.without()
@@ -139,12 +139,12 @@ def _figure(out: Path, json: bool) -> None:
 def _negative(kind: str, keep: float, steps: int, alone: Guarantee, json: bool) -> None:
     """The demonstrated example instead of a number."""
     examples = [
-        localised.bounded_example(),
-        localised.erasing_example(32, 32, (16, 16)),
-        localised.dropout_example(keep),
+        counterexamples.bounded_example(),
+        counterexamples.erasing_example(32, 32, (16, 16)),
+        counterexamples.dropout_example(keep),
     ]
     try:
-        localised.multiplicative(kind)
+        counterexamples.multiplicative(kind)
     except ModelMixError as error:
         reason = str(error)
     if json:

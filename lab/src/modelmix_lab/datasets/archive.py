@@ -11,7 +11,7 @@ from modelmix.errors import ModelMixError
 
 
 def members(path: Path, wanted: Collection[str], largest: int) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the members whose full name is wanted, in the order of the archive; others are passed over.
+    """Yield names and contents of the members whose full name is wanted, in the order of the archive; skip others.
 
     A wanted member that is no plain file, comes twice or holds more than ``largest`` bytes is refused, and so is an
     archive that lacks one.

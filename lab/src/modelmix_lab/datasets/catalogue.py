@@ -41,9 +41,11 @@ CATALOGUE = {
         url="https://www.cs.toronto.edu/~kriz",
         licence="no formal licence; for research, citing Krizhevsky, Learning Multiple Layers of Features from Tiny "
         "Images, 2009",
-        folder=cifar.BINARY.folder,
-        files=(File(cifar.BINARY.archive, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),),
-        members=tuple(File(name, md5, 30_730_000) for name, md5 in cifar.BINARY.md5.items()),
+        folder=cifar.FOLDER,
+        files=(
+            File(cifar.ARCHIVE, "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd", 170_052_171),
+        ),
+        members=tuple(File(name, f"md5:{md5}", 30_730_000) for name, md5 in cifar.MD5.items()),
         places=("", "cifar10"),
     ),
     "svhn": PublicSet(
@@ -52,8 +54,14 @@ CATALOGUE = {
         licence="for non-commercial use only; citing Netzer et al., Reading Digits in Natural Images, 2011",
         folder="svhn",
         files=(
-            File(svhn.FILES["train"], svhn.MD5["train"], 182_040_794),
-            File(svhn.FILES["test"], svhn.MD5["test"], 64_275_384),
+            File(
+                "train_32x32.mat",
+                "sha256:435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
+                182_040_794,
+            ),
+            File(
+                "test_32x32.mat", "sha256:cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b", 64_275_384
+            ),
         ),
         places=("svhn", ""),
     ),
@@ -63,35 +71,51 @@ CATALOGUE = {
         licence="MIT, (c) 2017 Zalando SE",
         folder="fashion-mnist",
         files=(
-            File("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
-            File("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
-            File("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
-            File("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
+            File(
+                "train-images-idx3-ubyte.gz",
+                "sha256:3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+                26_421_880,
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                "sha256:a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+                29_515,
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                "sha256:346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+                4_422_102,
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                "sha256:67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+                5_148,
+            ),
         ),
         places=("fashion-mnist", "FashionMNIST/raw", ""),
     ),
 }
 
-_THERE = {"cifar10": cifar.there, "svhn": svhn.there, "fashion-mnist": fashion.there}
+_IS_PRESENT = {"cifar10": cifar.is_present, "svhn": svhn.is_present, "fashion-mnist": fashion.is_present}
 
 
 def published(name: str) -> PublicSet:
-    """The set of this name."""
+    """Return the public set of this name."""
     if name not in CATALOGUE:
         raise ModelMixError(f"there is no public data set {name!r}: allowed are {', '.join(CATALOGUE)}.")
     return CATALOGUE[name]
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
-    """The folder in the data directory that holds files of this set, not yet checked; None if there is none."""
+    """Return the folder in the data directory that holds files of this set, not yet checked; None if there is none."""
     return _first(name, directory(data_dir), published(name).places)
 
 
 def held(name: str, path: Path) -> Path | None:
-    """Where files of this set lie in this folder, in their usual places below it, or that this is its archive."""
+    """Return where files of this set lie in or below this folder, or ``path`` if it is their archive; else None."""
     # What lies in the folder itself wins over the same set below it: the folder is what was given.
     return _first(name, path, ("", *CATALOGUE[name].places))
 
 
 def _first(name: str, root: Path, places: tuple[str, ...]) -> Path | None:
-    return next((root / place for place in places if _THERE[name](root / place)), None)
+    return next((root / place for place in places if _IS_PRESENT[name](root / place)), None)

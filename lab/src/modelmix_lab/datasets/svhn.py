@@ -32,13 +32,13 @@ _ZERO = 10
 """How the files write the label of the digit 0."""
 
 
-def there(path: Path) -> bool:
-    """Whether ``path`` is a folder with one of the two files."""
+def is_present(path: Path) -> bool:
+    """Return whether ``path`` is a folder with one of the two files."""
     return any((path / name).is_file() for name in FILES.values())
 
 
 def read(path: Path) -> tuple[dict[str, NDArray[Any]], bool]:
-    """x_train, y_train, x_test, y_test, images N x 3 x 32 x 32, and whether both files are the published ones.
+    """Return x_train, y_train, x_test, y_test, images N x 3 x 32 x 32, and whether both files are the published ones.
 
     Digits cropped anew from the full images give other bytes, so another md5 is no error. The numbers of images of each
     digit must be those of the published files in any case: another set with these file names is refused.
@@ -67,8 +67,9 @@ def _split(raw: bytes, file: Path, histogram: tuple[int, ...]) -> tuple[NDArray[
     x, y = (found.get(key, np.empty(0)) for key in ("X", "y"))
     if x.dtype != np.uint8 or x.shape != (32, 32, 3, count) or y.shape != (count, 1) or y.dtype.kind not in "iuf":
         raise ModelMixError(
-            f"{file} holds X, {_told(x)}, and y, {_told(y)}: expected are uint8 32 x 32 x 3 x {count} and numbers "
-            f"{count} x 1. It is not the file of SVHN's cropped digits: get it with modelmix-lab data fetch svhn."
+            f"{file} holds X, {_describe(x)}, and y, {_describe(y)}: expected are uint8 32 x 32 x 3 x {count} and "
+            f"numbers {count} x 1. It is not the file of SVHN's cropped digits: get it with "
+            "modelmix-lab data fetch svhn."
         )
     labels = np.where(y[:, 0] == _ZERO, 0, y[:, 0])
     counts = tuple(int((labels == digit).sum()) for digit in range(10))
@@ -80,5 +81,5 @@ def _split(raw: bytes, file: Path, histogram: tuple[int, ...]) -> tuple[NDArray[
     return np.ascontiguousarray(x.transpose(3, 2, 0, 1)), labels.astype(np.int64)
 
 
-def _told(array: NDArray[Any]) -> str:
+def _describe(array: NDArray[Any]) -> str:
     return f"{array.dtype} {' x '.join(map(str, array.shape))}"

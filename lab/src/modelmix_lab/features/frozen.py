@@ -42,14 +42,14 @@ class Frozen:
         return {"weights": self.prior.digest, "mirror": self.mirror}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses what the network does not take."""
+        """Return the shape of the features of ``images``; refuse what the network does not take."""
         require_images(images, "a prior")
         if len(images) == 0 or min(images.shape[2:]) < _SMALLEST:
             raise ModelMixError(f"a prior needs one or more images of {_SMALLEST} pixels a side or more.")
-        return len(images), 4 * 96 * self.prior.lesson.width
+        return len(images), 4 * 96 * self.prior.config.width
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the device."""
+        """Yield the features of the images batch by batch, float32 on the device."""
         self.shape(images)
         device = where(self.device)
         network = self._network.to(device)

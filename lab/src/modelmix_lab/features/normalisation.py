@@ -30,7 +30,7 @@ _CHUNK = 2048  # images at a time
 
 
 def group_normalise(features: Tensor, groups: int = GROUPS) -> Tensor:
-    """Every group of channels of every sample to mean 0 and variance 1, in float32. Free: no sample sees another.
+    """Normalise every group of channels of every sample to mean 0 and variance 1. Free: no sample sees another.
 
     Args:
         features: N x C x H x W.
@@ -59,7 +59,7 @@ class ChannelNormalisation:
     phase: Phase
 
     def __call__(self, features: Tensor) -> Tensor:
-        """(x - mean) / sqrt(variance) for features N x C x H x W of any sample, in float32."""
+        """Normalise features N x C x H x W of any sample: (x - mean) / sqrt(variance), in float32."""
         mean, scale = (v.to(features.device, torch.float32).view(-1, 1, 1) for v in (self.mean, self.variance.rsqrt()))
         return (features.float() - mean) * scale
 
@@ -74,7 +74,7 @@ def private_channel_normalisation(
     noise_multiplier: float,
     randomness: Randomness,
 ) -> ChannelNormalisation:
-    """Mean and variance of every channel over the training set, as two Gaussian releases.
+    """Release mean and variance of every channel over the training set by two Gaussian mechanisms.
 
     With m_i the channel means of image i (over its pixels), s_i the channel means of its squares, and clip(v, c) the
     vector v shortened to the l2 norm c where it is longer,
@@ -126,7 +126,7 @@ def private_channel_normalisation(
 
 
 def clipped_sums(features: Tensor, mean_clip: float, square_clip: float) -> tuple[Tensor, Tensor]:
-    """The two sums above, before noise: private. One image more or less moves each by a norm of at most its clip.
+    """Compute the two sums above before noise: private. One image more or less moves each by at most its clip.
 
     All in float64, and norms are cut to (1 - 2^-10) of the clip, which pays for every rounding: with u = 2^-53, sums of
     n vectors are off by at most n^2 u of the clip in whichever order, for both neighbours together 2^-12 of it at
@@ -144,7 +144,7 @@ def clipped_sums(features: Tensor, mean_clip: float, square_clip: float) -> tupl
 
 
 def _clipped(vectors: Tensor, clip: float) -> Tensor:
-    """Every row shortened to the l2 norm ``clip``; a row that is not finite becomes zero."""
+    """Clip every row to the l2 norm ``clip``; a row that is not finite becomes zero."""
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     scale = (clip * (1 - MARGIN) / norms.clamp_min(1e-300)).clamp_max(1.0)
     return torch.where(torch.isfinite(norms), vectors * scale, 0.0)

@@ -64,7 +64,7 @@ class Patches:
         return tuple(2 * _GRID**2 * filters for filters in (*(single[0] for single in _SINGLE), _SECOND))
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses what they do not exist for."""
+        """Return the shape of the features of ``images``; refuse what they do not exist for."""
         require_images(images, "patches")
         if len(images) == 0 or min(images.shape[2:]) != max(images.shape[2:]) or images.shape[2] != _SIDE:
             raise ModelMixError(
@@ -74,7 +74,7 @@ class Patches:
         return len(images), sum(self.blocks)
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the device."""
+        """Yield the features of the images batch by batch, float32 on the device."""
         self.shape(images)
         device = where(self.device)
         network = self._network.to(device)
@@ -125,7 +125,7 @@ class _Network:
         return torch.cat([block.flatten(1) for block in (*found, _averages(deep, 0.0, self.last))], 1)
 
     def _between(self, x: Tensor) -> Tensor:
-        """Patches of 3 x 3 averages of the first layer, each of length 1."""
+        """Return patches of 3 x 3 averages of the first layer, each of length 1."""
         maps = _averages(self.first(x), _THRESHOLD, self.boxes).sqrt()
         return F.normalize(_cut(maps.transpose(1, 2).reshape(len(x), -1, self.side, self.side), 3), dim=-1)
 
@@ -150,7 +150,7 @@ class _Filters:
         self.mean, self.white, self.filters = (t.to(device) for t in (self.mean, self.white, self.filters))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """N x positions x filters: cosines."""
+        """Return cosines, N x positions x filters."""
         patches = (_without_contrast(_cut(x, self.size, self.step)) - self.mean) @ self.white
         return F.normalize(patches, dim=-1) @ self.filters
 
@@ -161,18 +161,18 @@ def _without_contrast(patches: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, size: int, step: int = 1) -> Tensor:
-    """All patches, N x positions x values. Windows by strides: F.unfold launches one kernel a sample."""
+    """Return all patches, N x positions x values. Windows by strides: F.unfold launches one kernel a sample."""
     windows = x.unfold(2, size, step).unfold(3, size, step)
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
 def _averages(responses: Tensor, threshold: float, window: Tensor) -> Tensor:
-    """Averages of relu(r - threshold) and relu(-r - threshold), N x windows x (2 filters)."""
+    """Average relu(r - threshold) and relu(-r - threshold): N x windows x (2 filters)."""
     return torch.cat([window @ (sign * responses - threshold).clamp_min(0) for sign in (1, -1)], 2)
 
 
 def _windows(side: int) -> Tensor:
-    """Overlapping Gaussian averages around the points of a grid, grid^2 x side^2."""
+    """Return the weights of overlapping Gaussian averages around the points of a grid, grid^2 x side^2."""
     at, middle = (torch.arange(side) + 0.5) / side, (torch.arange(_GRID) + 0.5) / _GRID
     weight = torch.exp(-(((at[:, None] - middle) * _GRID) ** 2) / (2 * _WIDTH**2))
     weight = weight / weight.sum(0)
@@ -180,7 +180,7 @@ def _windows(side: int) -> Tensor:
 
 
 def _boxes(side: int, size: int = 5, step: int = 3) -> tuple[Tensor, int]:
-    """Averages over squares, m^2 x side^2, and m."""
+    """Return the weights of averages over squares, m^2 x side^2, and m."""
     m = (side - size) // step + 1
     weight = torch.zeros(m, side)
     for i in range(m):

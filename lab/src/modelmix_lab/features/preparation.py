@@ -49,7 +49,7 @@ def by_private_moments(
 
 
 def _released(run: str | Path) -> ChannelNormalisation | None:
-    """The moments that a run released when it began; None if it did not begin. What is unreadable is not paid again."""
+    """Read the moments that a run released when it began; None if it did not. Unreadable ones are refused."""
     path = Path(run) / "config.json"
     if not path.is_file():
         return None

@@ -28,12 +28,12 @@ _GENERATED = 2048  # images at a time
 _WARM_UP = 0.05  # of the steps
 
 KINDS = ("scenes", "characters")
-"""What a lesson can be of."""
+"""The kinds of synthetic images that a prior is trained on."""
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """How a prior is trained.
+class PriorConfig:
+    """The settings by which a prior is trained.
 
     Args:
         images: how many are made; views of them are cut anew in every step.
@@ -42,7 +42,7 @@ class Lesson:
         temperature: of the contrastive loss.
         width: of the WRN-16.
         seed: of everything.
-        of: "scenes", which are compared (`learn`), or "characters", which are named (`modelmix_lab.features.reading`).
+        of: "scenes", which are compared (`train_prior`), or "characters", which are named (`train_reading_prior`).
     """
 
     images: int = 200_000
@@ -61,11 +61,11 @@ class Lesson:
         for name in ("lr", "temperature"):
             positive(name, getattr(self, name), f"the {name}")
         if self.of not in KINDS:
-            raise ModelMixError(f"a lesson of {self.of!r} is not known: choose {' or '.join(KINDS)}.")
+            raise ModelMixError(f"a prior of {self.of!r} is unknown: choose {' or '.join(KINDS)}.")
 
 
 def contrast(a: Tensor, b: Tensor, temperature: float) -> Tensor:
-    """NT-Xent: the cross-entropy of finding every view's partner among all views by cosine similarity."""
+    """Compute NT-Xent, the cross-entropy of finding every view's partner among all views by cosine similarity."""
     z = F.normalize(torch.cat([a, b]).float(), dim=1)
     scores = z @ z.T / temperature
     scores = scores.masked_fill(torch.eye(len(z), dtype=torch.bool, device=z.device), -math.inf)
@@ -73,44 +73,47 @@ def contrast(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     return F.cross_entropy(scores, partner)
 
 
-def learn(
-    lesson: Lesson, device: torch.device, said: Callable[[int, float], None] = lambda step, loss: None
+def train_prior(
+    config: PriorConfig, device: torch.device, on_progress: Callable[[int, float], None] = lambda step, loss: None
 ) -> WideResNet16:
-    """The network after its lesson; its head is zero. ``said`` hears of the loss every hundred steps."""
-    generator = torch.Generator(device).manual_seed(lesson.seed)
+    """Train a network on synthetic scenes and return it with a zero head.
+
+    ``on_progress`` is called with the step and the loss every hundred steps.
+    """
+    generator = torch.Generator(device).manual_seed(config.seed)
     images = torch.cat(
         [
-            synthetic(min(_GENERATED, lesson.images - start), _CANVAS, generator)
-            for start in range(0, lesson.images, _GENERATED)
+            synthetic(min(_GENERATED, config.images - start), _CANVAS, generator)
+            for start in range(0, config.images, _GENERATED)
         ]
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(lesson.seed)
-        network = WideResNet16(width=lesson.width)
+        torch.manual_seed(config.seed)
+        network = WideResNet16(width=config.width)
         inside = network.head.in_features
         project = nn.Sequential(nn.Linear(inside, inside), nn.ReLU(), nn.Linear(inside, 128))
     network.head = nn.Identity()  # type: ignore[assignment]
 
     def loss(step: int, run: Any) -> Tensor:
-        some = torch.randint(lesson.images, (lesson.batch,), generator=generator, device=device)
+        some = torch.randint(config.images, (config.batch,), generator=generator, device=device)
         pair = torch.cat([views(images[some], generator) for _ in range(2)])
         a, b = run(pair).chunk(2)
-        return contrast(a, b, lesson.temperature)
+        return contrast(a, b, config.temperature)
 
-    teach(nn.Sequential(network, project), lesson, device, loss, said)
+    train(nn.Sequential(network, project), config, device, loss, on_progress)
     return without_head(network, inside)
 
 
-def teach(
+def train(
     model: nn.Module,
-    lesson: Lesson,
+    config: PriorConfig,
     device: torch.device,
     loss: Callable[[int, Any], Tensor],
-    said: Callable[[int, float], None],
+    on_progress: Callable[[int, float], None],
 ) -> None:
-    """Trains a model in place by AdamW. ``loss`` gets the number of a step, from 0, and how to run the model."""
+    """Train a model in place by AdamW. ``loss`` gets the number of a step, from 0, and how to run the model."""
     model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.AdamW(model.parameters(), lesson.lr, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=1e-4)
     compiled: Any = torch.compile(model) if device.type == "cuda" else model
 
     def run(x: Tensor) -> Tensor:
@@ -118,22 +121,22 @@ def teach(
             out: Tensor = compiled(x.contiguous(memory_format=torch.channels_last))
         return out
 
-    for step in range(lesson.steps):
+    for step in range(config.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lesson.lr * _share(step, lesson.steps)
+            group["lr"] = config.lr * _share(step, config.steps)
         found = loss(step, run)
         optimizer.zero_grad(set_to_none=True)
         found.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if step % 100 == 0 or step + 1 == lesson.steps:
+        if step % 100 == 0 or step + 1 == config.steps:
             value = found.item()
             if not math.isfinite(value):
                 raise ModelMixError(f"the loss is {value} after {step + 1} steps: give a smaller lr.")
-            said(step + 1, value)
+            on_progress(step + 1, value)
 
 
 def without_head(network: WideResNet16, inside: int) -> WideResNet16:
-    """The network on the CPU with a head that has seen nothing."""
+    """Return the network on the CPU with a zero head."""
     network.head = nn.Linear(inside, 10)
     nn.init.zeros_(network.head.weight)
     nn.init.zeros_(network.head.bias)
@@ -141,6 +144,6 @@ def without_head(network: WideResNet16, inside: int) -> WideResNet16:
 
 
 def _share(step: int, steps: int) -> float:
-    """Of the largest learning rate."""
+    """Return the learning rate of a step as a fraction of the largest one: warm-up, then half a cosine."""
     warm = max(1, int(_WARM_UP * steps))
     return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from modelmix.data.dataset import to_float
 from modelmix.features.chance import Chance
 from modelmix.models.residual import WideResNet16
-from modelmix_lab.features.prior import Lesson, teach, without_head
+from modelmix_lab.features.prior import PriorConfig, train, without_head
 from modelmix_lab.features.views import SIDE
 from modelmix_lab.synthetic.alphabet import CLASSES
 from modelmix_lab.synthetic.characters import labelled_characters
@@ -25,36 +25,37 @@ _GENERATED = 2048  # images at a time
 _RENEWED = 8  # steps after which as many are drawn anew
 
 
-def learn_to_read(
-    lesson: Lesson, device: torch.device, said: Callable[[int, float], None] = lambda step, loss: None
+def train_reading_prior(
+    config: PriorConfig, device: torch.device, on_progress: Callable[[int, float], None] = lambda step, loss: None
 ) -> WideResNet16:
-    """The network after its lesson; its head is zero. ``said`` hears of the loss every hundred steps.
+    """Train a network to name synthetic characters and return it with a zero head.
 
-    As many images as the lesson says are kept, and drawn anew part by part; its temperature has no meaning here.
+    ``on_progress`` is called with the step and the loss every hundred steps. ``config.images`` are kept in memory and
+    redrawn part by part; ``config.temperature`` is ignored.
     """
-    generator = torch.Generator(device).manual_seed(lesson.seed)
-    starts = range(0, lesson.images, _GENERATED)
-    parts = [labelled_characters(min(_GENERATED, lesson.images - start), SIDE, generator) for start in starts]
+    generator = torch.Generator(device).manual_seed(config.seed)
+    starts = range(0, config.images, _GENERATED)
+    parts = [labelled_characters(min(_GENERATED, config.images - start), SIDE, generator) for start in starts]
     images, labels = (torch.cat(kind) for kind in zip(*parts, strict=True))
     del parts
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(lesson.seed)
-        network = WideResNet16(classes=len(CLASSES), width=lesson.width)
+        torch.manual_seed(config.seed)
+        network = WideResNet16(classes=len(CLASSES), width=config.width)
 
     def loss(step: int, run: Any) -> Tensor:
         if step % _RENEWED == _RENEWED - 1:
             start = starts[step // _RENEWED % len(starts)]
-            count = min(_GENERATED, lesson.images - start)
+            count = min(_GENERATED, config.images - start)
             images[start : start + count], labels[start : start + count] = labelled_characters(count, SIDE, generator)
-        some = torch.randint(lesson.images, (lesson.batch,), generator=generator, device=device)
+        some = torch.randint(config.images, (config.batch,), generator=generator, device=device)
         return F.cross_entropy(run(looks(images[some], generator)).float(), labels[some])
 
-    teach(network, lesson, device, loss, said)
+    train(network, config, device, loss, on_progress)
     return without_head(network, network.head.in_features)
 
 
 def looks(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Another look at every image: moved, turned and stretched a little, in other light. Floats; never mirrored."""
+    """Augment every image: move, turn, stretch and relight it a little, never mirror it. Returns floats."""
     n, uniform = images.shape[0], Chance(generator).uniform
     angle, (width, height) = uniform(n, low=-0.1, high=0.1), uniform(2, n, low=0.85, high=1.15)
     rows = [width * angle.cos(), -height * angle.sin(), width * angle.sin(), height * angle.cos()]

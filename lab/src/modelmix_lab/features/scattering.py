@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,33 +44,25 @@ _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Scattering:
-    """The transform as a value: call it, or give it to ``cached``.
+    """The scattering transform: call it on images, or give it to ``cached``.
 
     Args:
-        implementation: "own" runs wherever torch runs, and is the default so that features do not depend on what is
-            installed. "kymatio" asks the library of that name; the two agree to 1e-6 of the largest value of a map.
         device: where to compute; the GPU when there is one.
     """
 
-    implementation: Literal["own", "kymatio"] = "own"
     device: torch.device | str | None = None
 
     name: ClassVar[str] = "scattering"
     version: ClassVar[int] = 1  # count up whenever the features of any image change
 
-    def __post_init__(self) -> None:
-        if self.implementation not in _PLANE_TRANSFORMS:
-            raise ModelMixError(
-                f"implementation = {self.implementation!r} is unknown: choose one of {', '.join(_PLANE_TRANSFORMS)}."
-            )
-
     @property
     def parameters(self) -> dict[str, object]:
         """All that the features depend on, besides the images and the version."""
-        return {"J": 2, "L": _ANGLES, "order": 2, "implementation": self.implementation}
+        # "implementation" is in the names of caches since there were two.
+        return {"J": 2, "L": _ANGLES, "order": 2, "implementation": "own"}
 
     def shape(self, images: Tensor) -> tuple[int, ...]:
-        """The shape of the features of ``images``; refuses what cannot be transformed."""
+        """Return the shape of the features of ``images``; refuse what cannot be transformed."""
         require_images(images, "scattering")
         n, colours, height, width = images.shape
         if n == 0:
@@ -83,17 +75,17 @@ class Scattering:
         return n, MAPS * colours, height // _STEP, width // _STEP
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """The features of a few images after the other, float32 on the device. Memory does not grow with N."""
+        """Yield the features of the images batch by batch, float32 on the device. Memory does not grow with N."""
         _, maps, height, width = self.shape(images)
         device = self._where
-        transform = _PLANE_TRANSFORMS[self.implementation](images.shape[2], images.shape[3], device)
+        transform = _plane_transform(images.shape[2], images.shape[3], device)
         pixels_of_one = images.shape[1] * (images.shape[2] + 2 * _STEP) * (images.shape[3] + 2 * _STEP)
         at_once = (_PIXELS_CPU if device.type == "cpu" else _PIXELS_GPU) // pixels_of_one
         for batch in torch.split(images, max(1, at_once)):
             yield transform(pixels(batch.to(device)).flatten(0, 1)).reshape(-1, maps, height, width)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The features of uint8 images N x C x H x W: float32 N x 81 C x H/4 x W/4, on the device."""
+        """Return the features of uint8 images N x C x H x W: float32 N x 81 C x H/4 x W/4, on the device."""
         out = torch.empty(self.shape(images), device=self._where)
         start = 0
         for batch in self.batches(images):
@@ -107,7 +99,7 @@ class Scattering:
 
 
 def pixels(images: Tensor) -> Tensor:
-    """What is transformed: grey on [0, 1]; colours after ImageNet's mean and deviation. float32."""
+    """Convert to float32 what is transformed: grey on [0, 1]; colours after ImageNet's mean and deviation."""
     x = images.float() / 255
     if images.shape[1] == 1:
         return x
@@ -115,15 +107,15 @@ def pixels(images: Tensor) -> Tensor:
     return (x - mean) / deviation
 
 
-def _own(height: int, width: int, device: torch.device) -> Planes:
-    """The transform by batched Fourier transforms in torch."""
+def _plane_transform(height: int, width: int, device: torch.device) -> Planes:
+    """Build the transform of one plane by batched Fourier transforms in torch."""
     size = (height + 2 * _STEP, width + 2 * _STEP)
     psi = [_tensor(_wavelets(size, j), device) for j in (0, 1)]
     low = _low_pass(size)
     phi = [_tensor(f[:, : f.shape[1] // 2 + 1], device) for f in (low, _half_resolution(low))]
 
     def smooth(x: Tensor, j: int) -> Tensor:
-        """Real maps at resolution 2^-j: * phi, sampled at each 4th pixel of the image, without the reflected border."""
+        """Convolve real maps at resolution 2^-j with phi, at each 4th pixel inside the reflected border."""
         smoothed: Tensor = torch.fft.irfft2(torch.fft.rfft2(x) * phi[j], s=x.shape[-2:])
         k = _STEP >> j
         return smoothed[..., k:-k:k, k:-k:k]
@@ -144,23 +136,8 @@ def _own(height: int, width: int, device: torch.device) -> Planes:
     return transform
 
 
-def _kymatio(height: int, width: int, device: torch.device) -> Planes:
-    try:
-        # Not through kymatio.torch: version 0.3.0 then wants a function that scipy 1.17 no longer has.
-        from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D  # type: ignore
-    except ImportError:
-        raise ModelMixError(
-            "kymatio is not installed: install it with pip install kymatio, or leave implementation out."
-        ) from None
-    scattering = ScatteringTorch2D(J=2, shape=(height, width), L=_ANGLES).to(device)
-    return lambda planes: scattering(planes.contiguous())
-
-
-_PLANE_TRANSFORMS: dict[str, Callable[[int, int, torch.device], Planes]] = {"own": _own, "kymatio": _kymatio}
-
-
 def _halve(spectrum: Tensor) -> Tensor:
-    """The spectrum of every second pixel in both directions: the mean over the frequencies that become one."""
+    """Return the spectrum of every second pixel in both directions: the mean over the frequencies that become one."""
     h, w = spectrum.shape[-2] // 2, spectrum.shape[-1] // 2
     rows = spectrum[..., :h, :] + spectrum[..., h:, :]
     return (rows[..., :w] + rows[..., w:]) / 4
@@ -173,7 +150,9 @@ Array = NDArray[Any]
 
 
 def _gabor(size: tuple[int, int], sigma: float, angle: float, frequency: float, slant: float) -> Array:
-    """exp(-(a^2 + slant^2 b^2) / (2 sigma^2) + i frequency a) / (2 pi sigma^2 / slant), a along the angle, b across.
+    """Sample a Gabor filter, a along the angle and b across.
+
+    exp(-(a^2 + slant^2 b^2) / (2 sigma^2) + i frequency a) / (2 pi sigma^2 / slant)
 
     Summed over the periods -2 .. 2 of the image, which is all of it: no filter is wider than 3.2 pixels.
     """
@@ -187,12 +166,12 @@ def _gabor(size: tuple[int, int], sigma: float, angle: float, frequency: float, 
 
 
 def _low_pass(size: tuple[int, int]) -> Array:
-    """phi: a round Gaussian of 1.6 pixels."""
+    """Return phi, a round Gaussian of 1.6 pixels."""
     return np.fft.fft2(_gabor(size, 1.6, 0.0, 0.0, 1.0)).real
 
 
 def _wavelets(size: tuple[int, int], j: int) -> Array:
-    """psi(j, a) for the 8 angles: sigma 0.8 * 2^j pixels, frequency 3/4 pi / 2^j, and a mean of exactly zero."""
+    """Return psi(j, a) for the 8 angles: sigma 0.8 * 2^j pixels, frequency 3/4 pi / 2^j, mean exactly zero."""
     out = []
     for a in range(_ANGLES):
         shape = (size, 0.8 * 2**j, (_ANGLES // 2 - 1 - a) * math.pi / _ANGLES)
@@ -202,7 +181,7 @@ def _wavelets(size: tuple[int, int], j: int) -> Array:
 
 
 def _half_resolution(spectrum: Array) -> Array:
-    """A filter for images of half the size: its lower half of the frequencies."""
+    """Return the filter for images of half the size: its lower half of the frequencies."""
     h, w = (n // 4 for n in spectrum.shape)
     return spectrum[np.r_[:h, -h:0]][:, np.r_[:w, -w:0]]
 

@@ -18,7 +18,7 @@ _LUMA = (0.299, 0.587, 0.114)
 
 
 def views(images: Tensor, generator: torch.Generator) -> Tensor:
-    """One random view of every image: a part of it, perhaps mirrored, recoloured, perhaps grey. Floats, 32 x 32."""
+    """Return one random crop of every image, perhaps mirrored, recoloured or grey, as floats 32 x 32."""
     n, device = images.shape[0], images.device
 
     uniform = Chance(generator).uniform

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from modelmix._files import write_atomically
 from modelmix.errors import ModelMixError
 from modelmix.models.residual import WideResNet16
-from modelmix_lab.features.prior import Lesson
+from modelmix_lab.features.prior import PriorConfig
 
 BUILT_IN = {"synthetic": "synthetic-prior.npz", "characters": "characters-prior.npz"}
 """The priors that come with the package, by name."""
 
 
-def save(network: WideResNet16, lesson: Lesson, path: str | Path) -> None:
-    """Weights as float16 and how they came about, as a .npz file without code in it."""
+def save(network: WideResNet16, config: PriorConfig, path: str | Path) -> None:
+    """Write the weights as float16, with their settings, to a .npz file without code in it."""
     arrays = {
         name: value.detach().to(torch.float16).numpy()
         for name, value in network.state_dict().items()
         if not name.startswith("head.")
     }
-    about = np.frombuffer(json.dumps(asdict(lesson)).encode(), dtype=np.uint8)
+    about = np.frombuffer(json.dumps(asdict(config)).encode(), dtype=np.uint8)
     file = io.BytesIO()
     np.savez_compressed(file, about=about, **arrays)
     write_atomically(path, file.getvalue())
@@ -37,22 +37,22 @@ def save(network: WideResNet16, lesson: Lesson, path: str | Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """Weights from a file of ``save``, and a digest of that file."""
+    """The weights in a file of ``save``, their settings, and a digest of that file."""
 
     weights: dict[str, Tensor]
-    lesson: Lesson
+    config: PriorConfig
     digest: str
 
     @classmethod
     def load(cls, path: str | Path) -> Prior:
-        """Reads a file of ``modelmix-lab prior``, or one of ``BUILT_IN``."""
+        """Read a file of ``modelmix-lab prior``, or one of ``BUILT_IN``."""
         own = BUILT_IN.get(str(path))
         path = Path(path) if own is None else Path(__file__).parent / own
         try:
             content = path.read_bytes()
             with np.load(path, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-            lesson = Lesson(**json.loads(bytes(arrays.pop("about"))))
+            config = PriorConfig(**json.loads(bytes(arrays.pop("about"))))
         except FileNotFoundError:
             known = " or ".join(BUILT_IN)
             raise ModelMixError(
@@ -61,10 +61,10 @@ class Prior:
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             raise ModelMixError(f"{path} is not a prior: make one with modelmix-lab prior.") from None
         weights = {name: torch.from_numpy(value.astype(np.float32)) for name, value in arrays.items()}
-        return cls(weights, lesson, hashlib.sha256(content).hexdigest())
+        return cls(weights, config, hashlib.sha256(content).hexdigest())
 
     def start(self, network: nn.Module) -> None:
-        """Puts the weights into a network of the same kind; its head, which has seen nothing, becomes zero."""
+        """Load the weights into a network of the same kind and set its head to zero."""
         own = {name for name, _ in network.named_parameters()}
         head = {name for name in own if name.startswith("head.")}
         try:
@@ -73,7 +73,7 @@ class Prior:
             network.load_state_dict(self.weights, strict=False)
         except RuntimeError:
             raise ModelMixError(
-                f"the prior is a wrn-16-{self.lesson.width} for colour images, and this model is another network: "
+                f"the prior is a wrn-16-{self.config.width} for colour images, and this model is another network: "
                 'train one of its kind, or give features = "prior" and a linear model.'
             ) from None
         for name, value in network.named_parameters():
@@ -81,6 +81,6 @@ class Prior:
                 nn.init.zeros_(value)
 
     def network(self) -> WideResNet16:
-        network = WideResNet16(width=self.lesson.width)
+        network = WideResNet16(width=self.config.width)
         self.start(network)
         return network.requires_grad_(False).eval()

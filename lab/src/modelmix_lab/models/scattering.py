@@ -8,7 +8,7 @@ from modelmix.errors import ModelMixError
 
 
 def scatter_cnn_cifar(classes: int = 10) -> nn.Sequential:
-    """On features 243 x 8 x 8 of a colour image of 32 x 32: 187,210 parameters for 10 classes."""
+    """Build the network for features 243 x 8 x 8 of colour images 32 x 32: 187,210 parameters for 10 classes."""
     return nn.Sequential(
         nn.Conv2d(243, 64, 3, padding=1),
         nn.Tanh(),
@@ -21,7 +21,7 @@ def scatter_cnn_cifar(classes: int = 10) -> nn.Sequential:
 
 
 def scatter_cnn_grey(classes: int = 10) -> nn.Sequential:
-    """On features 81 x 7 x 7 of a grey image of 28 x 28: 33,066 parameters for 10 classes."""
+    """Build the network for features 81 x 7 x 7 of grey images 28 x 28: 33,066 parameters for 10 classes."""
     return nn.Sequential(
         nn.Conv2d(81, 16, 3, stride=2, padding=1),
         nn.Tanh(),
@@ -35,7 +35,7 @@ def scatter_cnn_grey(classes: int = 10) -> nn.Sequential:
 
 
 def scatter_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The network for features of this shape."""
+    """Build the network for features of this shape."""
     known = {(243, 8, 8): scatter_cnn_cifar, (81, 7, 7): scatter_cnn_grey}
     if shape not in known:
         raise ModelMixError(

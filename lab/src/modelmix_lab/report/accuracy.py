@@ -22,7 +22,7 @@ _LOOKS = {
 
 
 def draw(summary: Summary, path: Path) -> list[Path]:
-    """Lines through medians over seeds, bars from the lowest to the highest; dashed what the paper prints."""
+    """Draw lines through medians over seeds, bars from the lowest to the highest; dashed what the paper prints."""
     panels: dict[str, list[Row]] = {}
     for name in tables.TABLES:
         table = tables.table(name)

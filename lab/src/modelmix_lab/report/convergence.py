@@ -17,7 +17,7 @@ _TITLES = {"squares": "clipped least squares", "logistic": "logistic regression"
 
 
 def draw(lines: Sequence[Line], path: Path) -> list[Path]:
-    """One panel a problem. Bars are two standard errors of the mean."""
+    """Draw one panel a problem. Bars are two standard errors of the mean."""
     with style.look():
         from matplotlib import pyplot
 

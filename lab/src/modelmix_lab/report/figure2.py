@@ -26,7 +26,7 @@ _LOOKS = {
 
 
 def draw(curves: Sequence[Curve], title: str, path: Path) -> list[Path]:
-    """Medians, in bands from the smallest to the largest of the seeds."""
+    """Draw medians, in bands from the smallest to the largest of the seeds."""
     with style.look():
         from matplotlib import pyplot
 

@@ -17,7 +17,7 @@ _COLOURS = {1: style.MIXED, 25: style.MIXED_25, 100: style.MIXED_100}
 
 
 def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
-    """Six subfigures. Solid: as the paper computes it; dotted: proved, improved conversion."""
+    """Draw six subfigures. Solid: as the paper computes it; dotted: proved, improved conversion."""
     with style.look():
         from matplotlib import pyplot
         from matplotlib.lines import Line2D

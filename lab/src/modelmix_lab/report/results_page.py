@@ -49,7 +49,7 @@ Rows that ask for the same training may share one run: the file of one then name
 
 
 def render(summary: Summary, folder: Path, figure: Path | None = None) -> str:
-    """The page as text.
+    """Render the page as text.
 
     Args:
         folder: where the page will lie; links are relative to it.
@@ -66,7 +66,7 @@ def render(summary: Summary, folder: Path, figure: Path | None = None) -> str:
 
 
 def cell_text(cell: Cell | None) -> str:
-    """A cell without links and marks: median (lowest-highest, runs); one run has no spread."""
+    """Format a cell without links and marks: median (lowest-highest, runs); one run has no spread."""
     if cell is None:
         return "-"
     low, high = cell.spread
@@ -76,7 +76,7 @@ def cell_text(cell: Cell | None) -> str:
 
 
 def printed(row: Row) -> tuple[str, str]:
-    """What the paper prints for its method and for plain DP-SGD; with epsilon where the two differ in it."""
+    """Format what the paper prints for its method and for plain DP-SGD; with epsilon where the two differ in it."""
     if row.plain_accuracy is None:
         return f"{row.accuracy:.1f}", "-"
     if row.epsilon == row.plain_epsilon:
@@ -85,7 +85,7 @@ def printed(row: Row) -> tuple[str, str]:
 
 
 def notes(table: Table) -> list[str]:
-    """What a reader of the table must know."""
+    """Collect what a reader of the table must know."""
     out = [table.note] if table.note else []
     out += [f"No {kind} runs: {why}." for kind, why in table.absent.items()]
     for text in dict.fromkeys(row.note for row in table.rows if row.note):
@@ -94,7 +94,7 @@ def notes(table: Table) -> list[str]:
 
 
 def lost(table: Table, summary: Summary) -> list[str]:
-    """What privacy costs beside the same features without it, in points of the medians; where both were run."""
+    """Compute what privacy costs beside the same features without it, in points of the medians; where both were run."""
     out = []
     free = {row.data: summary.cell(row, "best") for row in table.rows if math.isinf(row.epsilon)}
     for row in table.rows:

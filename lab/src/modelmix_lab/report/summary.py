@@ -82,7 +82,7 @@ class Summary:
 
 
 def summarise(results: Iterable[Result]) -> Summary:
-    """Results by their places. Two of the same run are refused: which of them counts would be a choice."""
+    """Group results by their places. Two of the same run are refused: which of them counts would be a choice."""
     seen: dict[tuple[Place, int], Result] = {}
     outdated = []
     for result in results:
@@ -100,7 +100,7 @@ def summarise(results: Iterable[Result]) -> Summary:
 
 
 def _current(result: Result) -> bool:
-    """Whether the recipe that was run is still the one of its row."""
+    """Return whether the recipe that was run is still the one of its row."""
     try:
         recipe = tables.row(result.table, result.row).recipe(result.kind, result.seed)
         return Recipe.from_mapping(result.recipe) == recipe

@@ -123,7 +123,7 @@ _ROUND = 4  # pieces of a round stroke at every corner; even
 
 @cache
 def strokes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All ways to write characters as pieces of lines, and where the ways of every class begin and how many there are.
+    """Return all ways to write characters as pieces of lines, where the ways of every class begin, and their number.
 
     Pieces are ways x pieces x 2 ends x 2, in heights of a character from its middle: with
     the corners of round strokes, and without.
@@ -135,7 +135,7 @@ def strokes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             points = torch.tensor([float(figure) for figure in stroke.lstrip("~")]).view(-1, 2)
             points = points if len(points) > 1 else points.expand(2, 2)
             bent = stroke[0] == "~"
-            strokes.append([_sampled(points, rounded) if bent else points for rounded in (False, True)])
+            strokes.append([_sample_points(points, rounded) if bent else points for rounded in (False, True)])
         forms.append(strokes)
     both = []
     for kind in range(2):
@@ -149,8 +149,8 @@ def strokes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return both[0], both[1], many.cumsum(0) - many, many
 
 
-def _sampled(points: Tensor, rounded: bool) -> Tensor:
-    """Points along a round stroke, parabolas that cut its corners, or along its corners."""
+def _sample_points(points: Tensor, rounded: bool) -> Tensor:
+    """Sample points along a round stroke, parabolas that cut its corners, or along its corners."""
     corners = points[1:-1]
     half = (corners[1:] + corners[:-1]) / 2
     starts, ends = torch.cat([points[:1], half])[:, None], torch.cat([half, points[-1:]])[:, None]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from modelmix.features.chance import Chance
-from modelmix.features.leaves import coloured
+from modelmix.features.leaves import mix_colours
 from modelmix_lab.synthetic.alphabet import CLASSES, strokes
-from modelmix_lab.synthetic.textures import painted
+from modelmix_lab.synthetic.textures import paint_textures
 
 _DIGITS = 0.7  # share of the images with a digit in the middle; letters teach shapes that digits lack
 _CHUNK = 2048  # images at a time
@@ -24,19 +24,19 @@ _GROUNDS = 512  # paintings that grounds are cut from
 
 
 def characters(count: int, side: int, generator: torch.Generator) -> Tensor:
-    """``count`` images, uint8 N x 3 x side x side, on the generator's device."""
+    """Draw ``count`` images, uint8 N x 3 x side x side, on the generator's device."""
     return labelled_characters(count, side, generator)[0]
 
 
 def labelled_characters(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``count`` images, uint8 N x 3 x side x side, and which of ``CLASSES`` is in the middle of each, int64."""
-    grounds = painted(min(count, _GROUNDS), side, generator).float() / 255
+    """Draw ``count`` images, uint8 N x 3 x side x side, with labels: which of ``CLASSES`` is in the middle, int64."""
+    grounds = paint_textures(min(count, _GROUNDS), side, generator).float() / 255
     parts = [_scene(min(_CHUNK, count - start), side, grounds, generator) for start in range(0, count, _CHUNK)]
     return torch.cat([image for image, _ in parts]), torch.cat([label for _, label in parts])
 
 
 def _scene(count: int, side: int, grounds: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images and labels: characters painted on plates or walls, with rims and shadows, in some light."""
+    """Paint images with labels: characters on plates or walls, with rims and shadows, in some light."""
     device = generator.device
 
     chance = Chance(generator)
@@ -45,7 +45,7 @@ def _scene(count: int, side: int, grounds: Tensor, generator: torch.Generator) -
     def sometimes(share: float) -> Tensor:
         return uniform(count, 1, 1) < share
 
-    depth, labels = _drawn(count, side, generator)
+    depth, labels = _draw_strokes(count, side, generator)
     ink = (0.5 + depth).clamp(0, 1)  # at the edge of a stroke, paint fades over a pixel
     hollow = sometimes(0.06)
     rim = (0.5 + depth + side / 32 * uniform(count, 1, 1, low=0.5, high=2.5)).clamp(0, 1) * (sometimes(0.12) | hollow)
@@ -61,7 +61,7 @@ def _scene(count: int, side: int, grounds: Tensor, generator: torch.Generator) -
     tone = [axes * (cast + vivid * normal(2, count)) for _ in range(4)]
     lights = [middle - contrast / 2, middle + contrast / 2, uniform(count), middle - contrast * uniform(count)]
     ground, paint, edge, plate = (
-        coloured(light, *ab)[:, :, None, None] for light, ab in zip(lights, tone, strict=True)
+        mix_colours(light, *ab)[:, :, None, None] for light, ab in zip(lights, tone, strict=True)
     )
 
     # The ground: a plate that may end near a border, rough or smooth.
@@ -77,8 +77,8 @@ def _scene(count: int, side: int, grounds: Tensor, generator: torch.Generator) -
     # A shadow to one side, a light or a second shadow to the other: digits of metal, digits that stand off a wall.
     away = side / 32 * 1.2 * normal(2, count)
     for sign, share in ((1, 0.35), (-1, 0.2)):
-        cast_off = _blurred(ink[:, None], side / 32 * uniform(2, count, low=0.3, high=1.2), sign * away)
-        shade = coloured(uniform(count), *tone[3])[:, :, None, None]
+        cast_off = _blur(ink[:, None], side / 32 * uniform(2, count, low=0.3, high=1.2), sign * away)
+        shade = mix_colours(uniform(count), *tone[3])[:, :, None, None]
         image = torch.lerp(image, shade, cast_off * (sometimes(share) * uniform(count, 1, 1, low=0.2))[:, None])
     edge, paint = torch.where(hollow[:, None], paint, edge), torch.where(hollow[:, None], ground, paint)
     image = torch.lerp(image, edge, rim[:, None])
@@ -89,11 +89,11 @@ def _scene(count: int, side: int, grounds: Tensor, generator: torch.Generator) -
     image = torch.lerp(image, paint, ink[:, None])
     light = uniform(count, 1, 1, low=-math.pi, high=math.pi)
     image = image * (1 + (0.12 * normal(count, 1, 1) * (x * light.cos() + y * light.sin()))[:, None])
-    return _photographed(image, generator), labels
+    return _photograph(image, generator), labels
 
 
-def _photographed(image: Tensor, generator: torch.Generator) -> Tensor:
-    """As a poor camera sees it, uint8: grain, a blur that is often strong, halos, colour not quite in place."""
+def _photograph(image: Tensor, generator: torch.Generator) -> Tensor:
+    """Photograph with a poor camera, uint8: grain, a blur that is often strong, halos, colour not quite in place."""
     device, (count, _, side, _) = image.device, image.shape
 
     chance = Chance(generator)
@@ -102,24 +102,24 @@ def _photographed(image: Tensor, generator: torch.Generator) -> Tensor:
     image = image + 0.03 * uniform(count, 1, 1, 1) ** 2 * normal(count, 3, side, side)
     strong = side / 32 * (uniform(1, count, low=math.log(0.5), high=math.log(2.3)).exp())
     strong = strong * (0.15 * normal(2, count)).exp()
-    image = _blurred(image, strong, torch.zeros_like(strong))
+    image = _blur(image, strong, torch.zeros_like(strong))
     sharp = uniform(count, 1, 1, 1) * (uniform(count, 1, 1, 1) < 0.35)  # cameras sharpen, which leaves halos
-    image = image + sharp * (image - _blurred(image, 0.6 + strong, torch.zeros_like(strong)))
+    image = image + sharp * (image - _blur(image, 0.6 + strong, torch.zeros_like(strong)))
     grey = image.mean(1, keepdim=True)
     soft = torch.full((2, count), side / 32 * 1.5, device=device)
-    fringe = coloured(
+    fringe = mix_colours(
         torch.zeros(count, device=device), *(0.2 * normal(2, count) * torch.tensor([[0.5], [1.0]], device=device))
     )[:, :, None, None]
-    beside = _blurred(grey, soft, side / 32 * 0.7 * normal(2, count)) - grey
-    image = grey + _blurred(image - grey, soft, torch.zeros_like(soft)) + fringe * beside
+    beside = _blur(grey, soft, side / 32 * 0.7 * normal(2, count)) - grey
+    image = grey + _blur(image - grey, soft, torch.zeros_like(soft)) + fringe * beside
     image = image + 0.012 * uniform(count, 1, 1, 1) ** 2 * (
         normal(count, 1, side, side) + 0.5 * normal(count, 3, side, side)
     )
     return (255 * image).round().clamp(0, 255).to(torch.uint8)
 
 
-def _drawn(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """How deep every pixel lies within the strokes, in pixels, negative outside; and the labels of the middle ones.
+def _draw_strokes(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Compute how deep every pixel lies within the strokes, in pixels, negative outside; and the labels.
 
     Characters to the left and right, or above and below, belong to the same line: same pen, slant and bend.
     """
@@ -192,7 +192,7 @@ def _drawn(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, T
 
 
 def _cut(grounds: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Paintings less their means, one for every image: moved over their borders, mirrored or not, paler."""
+    """Cut paintings less their means, one for every image: moved over their borders, mirrored or not, paler."""
     device = generator.device
     which = torch.randint(len(grounds), (count,), generator=generator, device=device)
     shift, flip = (torch.randint(n, (2, count, 1), generator=generator, device=device) for n in (grounds.shape[-1], 2))
@@ -204,8 +204,8 @@ def _cut(grounds: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return picture - picture.mean((1, 2, 3), keepdim=True)
 
 
-def _blurred(image: Tensor, width: Tensor, shift: Tensor) -> Tensor:
-    """Images after a Gaussian blur of a width of their own in y and x, 2 x N, moved by shifts, 2 x N, in pixels."""
+def _blur(image: Tensor, width: Tensor, shift: Tensor) -> Tensor:
+    """Blur every image by a Gaussian with its own width in y and x, 2 x N, and move it by shifts, 2 x N, in pixels."""
     at = torch.arange(image.shape[-1], device=image.device)
     way = at[:, None] - at[None, :] - shift[:, :, None, None]
     spread = torch.softmax(-(way**2) / (2 * width[:, :, None, None] ** 2), 3)

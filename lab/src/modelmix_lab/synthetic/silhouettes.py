@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor
 
-from modelmix.features.leaves import turned
-from modelmix_lab.synthetic.textures import painted
+from modelmix.features.leaves import rotate
+from modelmix_lab.synthetic.textures import paint_textures
 
 _PARTS = 6
 _MIRRORED = 0.65  # share of outlines that are symmetric
 
 
 def silhouettes(count: int, side: int, generator: torch.Generator) -> Tensor:
-    """``count`` grey images, uint8 N x 3 x side x side, on the generator's device."""
+    """Draw ``count`` grey images, uint8 N x 3 x side x side, on the generator's device."""
     device = generator.device
 
     def uniform(low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -35,20 +35,20 @@ def silhouettes(count: int, side: int, generator: torch.Generator) -> Tensor:
         wide, high = (uniform(0.2, 0.8), uniform(0.25, 1.0)) if first else (uniform(0.07, 0.45), uniform(0.1, 0.9))
         turn = (0.15 if first else 0.4) * torch.randn(count, 1, 1, generator=generator, device=device)
         k = (2.0 ** torch.randint(0, 4, (count, 1, 1), generator=generator, device=device)).clamp_min(1.5)
-        along, across = turned(x - right, y - down, turn)
+        along, across = rotate(x - right, y - down, turn)
         inside = (along / wide).abs() ** k + (across / high).abs() ** k < 1
         if not first:
             inside &= uniform() < 0.6
         outline = torch.where(uniform() < (0.35 if part > 1 else 0.0), outline & ~inside, outline | inside)
     shape = _filling(outline.float(), side)
-    light = painted(count, side, generator)[:, 0].float() / 255
+    light = paint_textures(count, side, generator)[:, 0].float() / 255
     own = uniform() ** 2 * (light - light.mean((1, 2), keepdim=True))
     grey = ((uniform(0.15, 1.0) + own).clamp(0.02, 1) * shape * 255).round().to(torch.uint8)
     return grey[:, None].expand(-1, 3, -1, -1).contiguous()
 
 
 def _filling(outline: Tensor, side: int) -> Tensor:
-    """Outlines moved to the middle and scaled until they touch two edges; N x side x side, soft at the edge."""
+    """Move outlines to the middle and scale them until they touch two edges; N x side x side, soft at the edge."""
     fine = outline.shape[1]
     at = torch.arange(fine, device=outline.device)
     ends = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelmix.features.chance import Chance
-from modelmix.features.leaves import clouds, coloured, cut
+from modelmix.features.leaves import clouds, cut, mix_colours
 
 _UNITS = 24  # in every layer of a network
 _LAYERS = 3
@@ -30,8 +30,8 @@ _SHAPES: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
-def painted(count: int, side: int, generator: torch.Generator) -> Tensor:
-    """``count`` images, uint8 N x 3 x side x side, each by a network of its own, on the generator's device."""
+def paint_textures(count: int, side: int, generator: torch.Generator) -> Tensor:
+    """Draw ``count`` images, uint8 N x 3 x side x side, each by a network of its own, on the generator's device."""
     device = generator.device
 
     chance = Chance(generator)
@@ -53,5 +53,5 @@ def painted(count: int, side: int, generator: torch.Generator) -> Tensor:
     colours = (colours - colours.mean(1, keepdim=True)) / (colours.std(1, keepdim=True) + 0.05)
     spread = torch.tensor([0.22, 0.06, 0.06], device=device) * (0.4 * normal(count, 1, 3)).exp()
     middle = torch.tensor([0.15, 0.06, 0.06], device=device) * normal(count, 1, 3)
-    image = 0.47 + coloured(*(colours * spread + middle).unbind(2))
+    image = 0.47 + mix_colours(*(colours * spread + middle).unbind(2))
     return (255 * image).round().clamp(0, 255).to(torch.uint8).view(count, 3, side, side)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from modelmix._checks import positive, whole
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix_lab.theory.localised import ADDED
+from modelmix_lab.theory.counterexamples import ADDED
 
 FORMATS = {"bf16": 7, "fp8-e4m3": 3, "fp8-e5m2": 2, "fp16": 10}
 """Bits behind the point of the significand."""

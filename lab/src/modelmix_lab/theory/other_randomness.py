@@ -9,7 +9,7 @@ noise N it makes X + N, and epsilon of N alone holds in any case. How much it he
   ``require_convex`` checks that on a grid finer than the noise, and refuses where it fails, as it does for atoms that
   lie farther apart than the noise is wide.
 
-Spheres are in ``sphere``, rounding in ``rounding``, and what gets no number in ``localised``.
+Spheres are in ``sphere``, rounding in ``rounding``, and what gets no number in ``counterexamples``.
 """
 
 from __future__ import annotations

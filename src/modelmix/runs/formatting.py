@@ -39,13 +39,13 @@ def assumed_by(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def share(part: object, whole: object) -> str:
-    """A fraction as a percentage; "-" where there is nothing to divide."""
+    """Format a fraction as a percentage; "-" where there is nothing to divide."""
     top, bottom = number(part), number(whole)
     return "-" if top is None or not bottom else f"{100 * top / bottom:.2f} %"
 
 
 def count(value: object) -> str:
-    """A number with its thousands set apart; "-" where there is none."""
+    """Format a number with thousands separators; "-" where there is none."""
     found = number(value)
     if found is None:
         return "-"
@@ -53,7 +53,7 @@ def count(value: object) -> str:
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number as float, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -63,7 +63,7 @@ def number(value: object) -> float | None:
 
 
 def mechanism_cells(mechanism: Mechanism) -> list[str]:
-    """The numbers of a mechanism: law, z, omega, p, q, d."""
+    """Format the numbers of a mechanism: law, z, omega, p, q, d."""
     embedded = f", embedded {mechanism.clip_ratio:.7g}" if isinstance(mechanism, EmbeddingMechanism) else ""
     return [
         f"{mechanism.law}{embedded}",

@@ -24,8 +24,8 @@ differs, and in batches of different sizes, where other kernels may run."""
 _SIDE = 64  # of the images that are drawn before they are scaled to the size in question
 
 
-def check_alone(features: Callable[[Tensor], Tensor], shape: tuple[int, ...], name: str) -> int:
-    """Refuses a function whose features of an image depend on its company, on its place, or on chance.
+def check_independence(features: Callable[[Tensor], Tensor], shape: tuple[int, ...], name: str) -> int:
+    """Refuse a function whose features of an image depend on other images, on its place, or on chance.
 
     Seen is what shows on a few images: a function that leaves no trace of company there, or changes its mind later, is
     not caught.
@@ -59,7 +59,7 @@ def check_alone(features: Callable[[Tensor], Tensor], shape: tuple[int, ...], na
 
 
 def _images(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Three pale images; black, white and bright noise to stand beside them; and three more of their kind."""
+    """Draw three pale images; black, white and bright noise to stand beside them; and three more of their kind."""
     colours, height, width = shape
     generator = torch.Generator("cpu").manual_seed(0)
     leaves = F.interpolate(dead_leaves(6, _SIDE, generator).float(), (height, width), mode="bilinear")

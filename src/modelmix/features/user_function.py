@@ -16,11 +16,11 @@ from modelmix._imports import current_folder_importable, imported, one_line
 from modelmix.errors import ModelMixError
 from modelmix.features.extractor import Extractor
 from modelmix.features.inputs import Inputs
-from modelmix.features.local import contents, state_dict
+from modelmix.features.local import read_with_digest, state_dict
 
 
-def own_function(name: str, *, unit_length: bool = False) -> Extractor:
-    """The features function(images) of uint8 images N x C x H x W on the CPU, as N x d floats of torch or numpy.
+def user_function(name: str, *, unit_length: bool = False) -> Extractor:
+    """Make an extractor of function(images): uint8 N x C x H x W on the CPU to N x d floats of torch or numpy.
 
     A function that also depends on something outside its file should say so: ``function.version = "2"``.
     """
@@ -28,15 +28,15 @@ def own_function(name: str, *, unit_length: bool = False) -> Extractor:
     return Extractor("own", name, function, identity, unit_length)
 
 
-def own_network(
+def user_network(
     name: str, weights: str | Path, inputs: Inputs, device: torch.device | str, *, unit_length: bool = False
 ) -> Extractor:
-    """The features of a network that function() builds, with weights from a file of its state dict.
+    """Make an extractor of the network that function() builds, with weights from a file of its state dict.
 
     The network is put into evaluation mode and takes what ``inputs`` makes of the images.
     """
     builder, identity = _found(name)
-    data, digest = contents(weights)
+    data, digest = read_with_digest(weights)
     state = state_dict(data, weights)
     with current_folder_importable():
         try:
@@ -55,11 +55,11 @@ def own_network(
     except RuntimeError as error:
         raise ModelMixError(f"{weights} does not fit the network of {name!r}: {_short(error)}.") from None
     identity |= {"weights": digest, "inputs": inputs.parameters}
-    return Extractor("own", name, frozen(network, inputs, device), identity, unit_length)
+    return Extractor("own", name, freeze(network, inputs, device), identity, unit_length)
 
 
-def frozen(network: nn.Module, inputs: Inputs, device: torch.device | str) -> Any:
-    """What a network that is not trained any more makes of images; it stays in evaluation mode."""
+def freeze(network: nn.Module, inputs: Inputs, device: torch.device | str) -> Any:
+    """Freeze a network and return it as a function of images; it stays in evaluation mode."""
     network.to(device).requires_grad_(False).eval()
 
     def function(images: Tensor) -> Any:
@@ -80,7 +80,7 @@ def _found(name: str) -> tuple[Any, dict[str, object]]:
     version = getattr(function, "version", None)
     return function, {
         "function": name,
-        "source": contents(file)[1],
+        "source": read_with_digest(file)[1],
         "declared": None if version is None else str(version),
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from modelmix.report import style
 
 if TYPE_CHECKING:
-    from modelmix.theory.worth import Cell
+    from modelmix.theory.mixing_price import Cell
 
 _LOOKS = ((style.MIXED, "-"), (style.MIXED_25, "--"), (style.MIXED_100, "-."))
 
@@ -22,7 +22,7 @@ def draw(
     limit: tuple[Sequence[float], Sequence[float]],
     path: Path,
 ) -> list[Path]:
-    """A heat map for every p, and the price over the share beside the limit of Fisher information."""
+    """Draw a heat map for every p, and the price over the share beside the limit of Fisher information."""
     with style.look():
         from matplotlib import pyplot
         from matplotlib.colors import LogNorm

@@ -11,7 +11,7 @@ import numpy as np
 from modelmix.report import style
 
 if TYPE_CHECKING:
-    from modelmix_lab.experiments.beyond import Line
+    from modelmix_lab.experiments.other_randomness import Line
 
 _LOOKS = (
     (style.PLAIN, "-"),
@@ -23,7 +23,7 @@ _LOOKS = (
 
 
 def draw(lines: Sequence[Line], without: float, title: str, path: Path) -> list[Path]:
-    """A cross ends a line where the worst gradient is no longer known."""
+    """Draw epsilon over the size; a cross ends a line where the worst gradient is no longer known."""
     with style.look():
         from matplotlib import pyplot
 

@@ -12,7 +12,7 @@ from scipy import integrate, stats
 
 import modelmix as mm
 from modelmix.accounting.laws import Gaussian, Laplace, Mixed
-from modelmix.theory import worth
+from modelmix.theory import mixing_price
 from modelmix.theory.loss import loss_moments
 
 
@@ -33,19 +33,19 @@ def test_fisher_information_of_the_mixed_law(z, omega):
     reach = omega / 2 + 8 * z
     exact = 2 * integrate.quad(integrand, -reach, 0, points=[-omega / 2], limit=200)[0]
     law = Mixed(Gaussian(z), omega)
-    assert worth.fisher_information(law) == pytest.approx(exact, rel=1e-5)
-    assert worth.fisher_information(law) * law.variance > 1
-    assert worth.fisher_information(Gaussian(z)) == pytest.approx(1 / z**2, rel=1e-6)
-    assert worth.fisher_information(Laplace(z)) * 2 * z**2 == pytest.approx(2, rel=1e-3)
+    assert mixing_price.fisher_information(law) == pytest.approx(exact, rel=1e-5)
+    assert mixing_price.fisher_information(law) * law.variance > 1
+    assert mixing_price.fisher_information(Gaussian(z)) == pytest.approx(1 / z**2, rel=1e-6)
+    assert mixing_price.fisher_information(Laplace(z)) * 2 * z**2 == pytest.approx(2, rel=1e-3)
 
 
 def test_the_price_grows_with_the_share():
-    prices = [worth.limit_price(share) for share in (0.0, 0.1, 0.3, 0.6, 0.9, 0.99)]
+    prices = [mixing_price.limit_price(share) for share in (0.0, 0.1, 0.3, 0.6, 0.9, 0.99)]
     assert prices[0] == pytest.approx(1, abs=1e-6)
     assert prices == sorted(prices)
     assert prices[-1] > 2.2
     with pytest.raises(mm.ModelMixError, match="some of the variance must be Gaussian"):
-        worth.limit_price(1.0)
+        mixing_price.limit_price(1.0)
 
 
 @given(share=st.floats(0.05, 0.99), s=st.floats(0.05, 1.0))
@@ -54,7 +54,7 @@ def test_away_from_the_limit_mixing_is_dearer(share, s):
     """The divergence of a larger shift exceeds its quadratic part, because the uniform's fourth cumulant is negative;
     the Gaussian's is its quadratic part."""
     law = Mixed(Gaussian(math.sqrt(1 - share)), math.sqrt(12 * share))
-    assert 2 * loss_moments(law, s).mean / s**2 >= worth.fisher_information(law) * (1 - 1e-5)
+    assert 2 * loss_moments(law, s).mean / s**2 >= mixing_price.fisher_information(law) * (1 - 1e-5)
 
 
 @given(
@@ -69,9 +69,9 @@ def test_away_from_the_limit_mixing_is_dearer(share, s):
 def test_no_region_favours_mixing(share, log_epsilon, log_q, steps, p, log_delta):
     """Random settings; prices are accurate to 1e-4 each way."""
     setting = {"epsilon": 10**log_epsilon, "delta": 10**log_delta, "sample_rate": 10**log_q, "steps": steps, "p": p}
-    if worth.std_needed(0.0, **setting) < 1e-3:
+    if mixing_price.std_needed(0.0, **setting) < 1e-3:
         return  # the target is met by next to no noise
-    assert worth.price(share, **setting) >= worth.limit_price(share) * (1 - 3e-4)
+    assert mixing_price.price(share, **setting) >= mixing_price.limit_price(share) * (1 - 3e-4)
 
 
 def test_the_corner_where_a_uniform_wins_on_one_coordinate_and_loses_on_two():
@@ -86,7 +86,7 @@ def test_the_corner_where_a_uniform_wins_on_one_coordinate_and_loses_on_two():
 def test_with_many_coordinates_the_price_is_the_limit():
     setting = {"epsilon": 1.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 1000, "p": 10**6}
     for share in (0.3, 0.9):
-        assert worth.price(share, **setting) == pytest.approx(worth.limit_price(share), rel=5e-4)
+        assert mixing_price.price(share, **setting) == pytest.approx(mixing_price.limit_price(share), rel=5e-4)
 
 
 def test_the_map_agrees_with_the_single_comparison():
@@ -94,21 +94,21 @@ def test_the_map_agrees_with_the_single_comparison():
     ours = mm.Mechanism(0.335, 0.03, 11.25, 100)
     share = (11.25**2 / 12) / ours.total_std**2
     epsilon = mm.epsilon(ours, 1e-5, steps=3400, by="renyi")
-    cells = worth.price_map(share=share, epsilons=[epsilon], runs=[(0.03, 3400)], truncations=[100])
+    cells = mixing_price.price_map(share=share, epsilons=[epsilon], runs=[(0.03, 3400)], truncations=[100])
     plain = mm.calibrate(epsilon=epsilon, delta=1e-5, sample_rate=0.03, steps=3400, by="renyi")
     assert cells[0].price == pytest.approx(ours.total_std / plain.noise_multiplier, rel=5e-4)
     assert cells[0].price > 2.2
 
 
 def test_the_command(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(worth, "EPSILONS", (2.0, 8.0))
-    monkeypatch.setattr(worth, "SHARES", (0.3, 0.9))
-    small = worth.price_map
+    monkeypatch.setattr(mixing_price, "EPSILONS", (2.0, 8.0))
+    monkeypatch.setattr(mixing_price, "SHARES", (0.3, 0.9))
+    small = mixing_price.price_map
 
-    def fewer(**options: float) -> list[worth.Cell]:
+    def fewer(**options: float) -> list[mixing_price.Cell]:
         return small(epsilons=(2.0, 8.0), runs=((0.1, 100), (1.0, 1)), **options)
 
-    monkeypatch.setattr(worth, "price_map", fewer)
+    monkeypatch.setattr(mixing_price, "price_map", fewer)
     code, out, _ = run("compare", "--map", "--out", tmp_path / "worth.png", "--json")
     data = json.loads(out)
     assert code == 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from modelmix.accounting.accountant import epsilon
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import UnprovedError
-from modelmix_lab.theory import beyond, sphere
+from modelmix_lab.theory import other_randomness, sphere
 
 Array = NDArray[np.float64]
 Z, RATE, STEPS, DELTA = 1.0, 0.05, 200, 1e-5
@@ -20,8 +20,8 @@ STDS = tuple(np.geomspace(0.2, 6.0, 15))
 
 
 def _two_point(std: float) -> float:
-    law = beyond.Discrete(Z, (-std, std), (0.5, 0.5))
-    return epsilon(beyond.coordinatewise(law, RATE), DELTA, steps=STEPS)
+    law = other_randomness.Discrete(Z, (-std, std), (0.5, 0.5))
+    return epsilon(other_randomness.coordinatewise(law, RATE), DELTA, steps=STEPS)
 
 
 def _sphere(dimension: int) -> Callable[[float], float]:
@@ -29,7 +29,7 @@ def _sphere(dimension: int) -> Callable[[float], float]:
 
 
 KINDS: dict[str, Callable[[float], float]] = {
-    "Langevin (Gaussian)": lambda std: epsilon(beyond.langevin(Mechanism(Z, RATE), std), DELTA, steps=STEPS),
+    "Langevin (Gaussian)": lambda std: epsilon(other_randomness.langevin(Mechanism(Z, RATE), std), DELTA, steps=STEPS),
     "sphere, d = 100": _sphere(100),
     "uniform (mixing, dither)": lambda std: epsilon(Mechanism(Z, RATE, std * math.sqrt(12)), DELTA, steps=STEPS),
     "sphere, d = 3": _sphere(3),

@@ -14,9 +14,9 @@ from scipy import special
 import modelmix as mm
 from modelmix.accounting.laws import Gaussian, Mixed
 from modelmix.accounting.moments import log_moments
-from modelmix.theory.worth import fisher_information
-from modelmix_lab.experiments import beyond as experiment
-from modelmix_lab.theory import beyond, localised, rounding, sphere
+from modelmix.theory.mixing_price import fisher_information
+from modelmix_lab.experiments import other_randomness as experiment
+from modelmix_lab.theory import counterexamples, other_randomness, rounding, sphere
 
 ORDERS = np.array([2.0, 3.0, 8.0, 20.0])
 
@@ -26,21 +26,23 @@ def gaussian_moments(variance: float, shift: float = 1.0) -> np.ndarray:
 
 
 def test_langevin_noise_adds_its_variance():
-    both = beyond.langevin(mm.Mechanism(3.0, 0.1), 4.0)
+    both = other_randomness.langevin(mm.Mechanism(3.0, 0.1), 4.0)
     assert both == mm.Mechanism(5.0, 0.1)
     # sqrt(2 eta T) of a step over eta * c/B of a clip.
-    assert beyond.langevin_std(0.1, 2e-6, 4.0, 100) == pytest.approx(math.sqrt(2 * 0.1 * 2e-6) / (0.1 * 4.0 / 100))
+    assert other_randomness.langevin_std(0.1, 2e-6, 4.0, 100) == pytest.approx(
+        math.sqrt(2 * 0.1 * 2e-6) / (0.1 * 4.0 / 100)
+    )
     with pytest.raises(mm.ModelMixError):
-        beyond.langevin(mm.Mechanism(1.0, 0.1, 2.0), 1.0)
+        other_randomness.langevin(mm.Mechanism(1.0, 0.1, 2.0), 1.0)
 
 
 def test_a_bounded_density_is_the_law_it_should_be():
     """The uniform by its density is mixing, by another way; a triangle has its own variance."""
-    uniform = beyond.bounded(0.7, lambda x: np.full_like(x, 1 / 3), 1.5)
+    uniform = other_randomness.bounded(0.7, lambda x: np.full_like(x, 1 / 3), 1.5)
     mixed = Mixed(Gaussian(0.7), 3.0)
     assert uniform.variance == pytest.approx(mixed.variance)
     assert log_moments(uniform, 1.0, ORDERS) == pytest.approx(log_moments(mixed, 1.0, ORDERS), rel=1e-9)
-    triangle = beyond.bounded(0.7, lambda x: 1 - np.abs(x), 1.0)
+    triangle = other_randomness.bounded(0.7, lambda x: 1 - np.abs(x), 1.0)
     assert triangle.variance == pytest.approx(0.49 + 1 / 6)
     for bad, error in (
         (lambda x: np.where(x > 0, 1.0, 0.0), mm.UnprovedError),
@@ -48,14 +50,14 @@ def test_a_bounded_density_is_the_law_it_should_be():
         (lambda x: np.where(np.abs(x) < 0.37, 1 / 0.74, 0.0), mm.ModelMixError),
     ):
         with pytest.raises(error):
-            beyond.bounded(0.7, bad, 1.0)
+            other_randomness.bounded(0.7, bad, 1.0)
 
 
 @settings(max_examples=6)
 @given(half=st.floats(0.05, 1.2), z=st.floats(0.8, 3))
 def test_two_points_help_and_never_more_than_a_gaussian_of_their_variance(half, z):
-    law = beyond.Discrete(z, (-half, half), (0.5, 0.5))
-    beyond.require_convex(law)
+    law = other_randomness.Discrete(z, (-half, half), (0.5, 0.5))
+    other_randomness.require_convex(law)
     moments = log_moments(law, 1.0, ORDERS)
     assert np.all(moments <= gaussian_moments(z**2) * (1 + 1e-9))
     assert np.all(moments >= gaussian_moments(law.variance) * (1 - 1e-9))
@@ -64,12 +66,12 @@ def test_two_points_help_and_never_more_than_a_gaussian_of_their_variance(half, 
 
 def test_two_points_against_a_direct_sum():
     """One step, no sampling: the moment by plain quadrature on a fine grid."""
-    law = beyond.Discrete(1.0, (-0.8, 0.8), (0.5, 0.5))
+    law = other_randomness.Discrete(1.0, (-0.8, 0.8), (0.5, 0.5))
     x = np.linspace(-14, 17, 200_001)
     f, shifted = np.exp(law.log_density(x)), np.exp(law.log_density(x - 1))
     direct = [math.log(np.sum(shifted**k * f ** (1 - k)) * (x[1] - x[0])) for k in (2, 3)]
     assert log_moments(law, 1.0, np.array([2.0, 3.0])) == pytest.approx(direct, rel=1e-6)
-    found = mm.epsilon(beyond.coordinatewise(law, 1.0), 1e-5, steps=1, by="renyi")
+    found = mm.epsilon(other_randomness.coordinatewise(law, 1.0), 1e-5, steps=1, by="renyi")
     assert (
         mm.epsilon(mm.Mechanism(math.sqrt(1.64), 1.0), 1e-5, steps=1, by="renyi")
         < found
@@ -79,26 +81,29 @@ def test_two_points_against_a_direct_sum():
 
 def test_atoms_too_far_apart_are_refused_and_rightly():
     """Two points eight standard deviations apart: the same length over fifty coordinates is worse by 7 %."""
-    law = beyond.Discrete(0.5, (-2.0, 2.0), (0.5, 0.5))
+    law = other_randomness.Discrete(0.5, (-2.0, 2.0), (0.5, 0.5))
     with pytest.raises(mm.UnprovedError, match="not convex"):
-        beyond.coordinatewise(law, 0.1)
+        other_randomness.coordinatewise(law, 0.1)
     one, small = (log_moments(law, s, np.array([2.0]))[0] for s in (1.0, math.sqrt(0.02)))
     assert 50 * small > 1.07 * one
     with pytest.raises(mm.UnprovedError, match="too narrow"):
-        beyond.require_convex(beyond.Discrete(1e-4, (0.0,), (1.0,)))
+        other_randomness.require_convex(other_randomness.Discrete(1e-4, (0.0,), (1.0,)))
     with pytest.raises(mm.UnprovedError, match="symmetric"):
-        beyond.Discrete(1.0, (0.0, 1.0), (0.5, 0.5))
+        other_randomness.Discrete(1.0, (0.0, 1.0), (0.5, 0.5))
     with pytest.raises(mm.ModelMixError, match="add up to 1"):
-        beyond.Discrete(1.0, (-1.0, 1.0), (0.5, 0.4))
+        other_randomness.Discrete(1.0, (-1.0, 1.0), (0.5, 0.4))
     with pytest.raises(mm.ModelMixError, match="made for z"):
         mm.epsilon(
-            mm.Mechanism(2.0, 0.1, law=beyond.Fixed(beyond.Discrete(1.0, (0.0,), (1.0,)))), 1e-5, steps=1, by="renyi"
+            mm.Mechanism(2.0, 0.1, law=other_randomness.Fixed(other_randomness.Discrete(1.0, (0.0,), (1.0,)))),
+            1e-5,
+            steps=1,
+            by="renyi",
         )
 
 
 def test_a_sphere_in_one_dimension_is_two_points():
     for z, radius in ((1.0, 1.0), (0.6, 0.3)):
-        law = beyond.Discrete(z, (-radius, radius), (0.5, 0.5))
+        law = other_randomness.Discrete(z, (-radius, radius), (0.5, 0.5))
         found = sphere.sphere_log_moments(z, radius, 1, 1.0, ORDERS)
         assert found == pytest.approx(log_moments(law, 1.0, ORDERS), rel=1e-8)
 
@@ -137,8 +142,10 @@ def test_epsilon_of_a_sphere():
     assert small == pytest.approx(plain, rel=0.01)
     assert twin < large < small <= plain * (1 + 1e-9)
     one = sphere.Sphere(1.0, 1.0, 0.05, 1).epsilon(1e-5, 200)
-    law = beyond.Discrete(1.0, (-1.0, 1.0), (0.5, 0.5))
-    assert one == pytest.approx(mm.epsilon(beyond.coordinatewise(law, 0.05), 1e-5, steps=200, by="renyi"), rel=1e-6)
+    law = other_randomness.Discrete(1.0, (-1.0, 1.0), (0.5, 0.5))
+    assert one == pytest.approx(
+        mm.epsilon(other_randomness.coordinatewise(law, 0.05), 1e-5, steps=200, by="renyi"), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 10, 100])
@@ -205,13 +212,13 @@ def test_sums_on_the_grid_are_not_randomised_and_dither_randomises_every_sum():
 
 
 def test_multiplicative_randomness_gets_an_example_not_a_number():
-    assert localised.bounded_example().least_delta(1) == pytest.approx(0.2)
-    assert localised.bounded_example().least_delta(10) == pytest.approx(1 - 0.8**10)
-    assert localised.erasing_example(32, 32, (16, 16)).least_delta(1) == pytest.approx(1 - 1 / 289)
-    assert localised.dropout_example(0.5, 3).least_delta(1) == pytest.approx(1 - 0.125)
-    for what in localised.MULTIPLICATIVE:
+    assert counterexamples.bounded_example().least_delta(1) == pytest.approx(0.2)
+    assert counterexamples.bounded_example().least_delta(10) == pytest.approx(1 - 0.8**10)
+    assert counterexamples.erasing_example(32, 32, (16, 16)).least_delta(1) == pytest.approx(1 - 1 / 289)
+    assert counterexamples.dropout_example(0.5, 3).least_delta(1) == pytest.approx(1 - 0.125)
+    for what in counterexamples.MULTIPLICATIVE:
         with pytest.raises(mm.UnprovedError, match="added, and independent"):
-            localised.multiplicative(what)
+            counterexamples.multiplicative(what)
 
 
 def test_dropout_does_nothing_to_the_worst_sample():
