@@ -131,7 +131,7 @@ def stepped(monkeypatch, fails=""):
         return Proposed(after, fails, told)
 
     monkeypatch.setattr(trainer, "propose_step", propose)
-    met = SimpleNamespace(on_processor=told_of("met", "numbers"))
+    met = SimpleNamespace(to_cpu=told_of("met", "numbers"))
     random = SimpleNamespace(step=lambda: "draws", advance=told_of("advance"))
     run = SimpleNamespace(
         step=6, mechanism_at=lambda k: ("mechanism", k), _lr=SimpleNamespace(at=lambda k: ("eta", k)), _rule="rule",

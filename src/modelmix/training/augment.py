@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.gradients.device import preserve_torch_rng
 from modelmix.gradients.memory import ALONE, WatchedFunction
-from modelmix.gradients.torch_rng import draws_apart
 
 Augment = Callable[[Any, torch.Generator], Any]
 
@@ -68,7 +68,7 @@ def apply_augmentation(augment: Augment, inputs: Any, generator: torch.Generator
     memory = WatchedFunction(augment, "augment")
     seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
     rows = []
-    with draws_apart(generator.device):
+    with preserve_torch_rng(generator.device):
         for i, seed in enumerate(seeds):  # how much one row draws, or that it seeds anew, is nothing to the next
             torch.manual_seed(seed)
             own = torch.Generator(generator.device).manual_seed(seed)
@@ -108,7 +108,7 @@ def _check_alone(augment: Augment, inputs: Any, device: torch.device) -> None:
         return augment(tree_map(torch.clone, values), torch.Generator(device).manual_seed(seed))
 
     found = []
-    with draws_apart(device):
+    with preserve_torch_rng(device):
         for before in ([], [row], others, others[:1]):
             for other in before:
                 augmented(other, 1)

@@ -48,11 +48,11 @@ from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan, plan_for_loop
 from modelmix.accounting.runs import KEEPS_NOTHING, Claim, plan_beside, read_object, restrictions
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import Clip, ClippedSum
+from modelmix.gradients import Batch, Engine, Loss, count_rows
+from modelmix.gradients.clip import Clip, ClippedSum
+from modelmix.gradients.device import preserve_torch_rng
 from modelmix.gradients.memory import ALONE, SAME_SET, Watch, tensor_contents
 from modelmix.gradients.parameters import FlatParameters
-from modelmix.gradients.torch_rng import draws_apart
 from modelmix.training.guard import (
     PrivateForward,
     check_mechanism,
@@ -91,7 +91,7 @@ def make_private(
     model: nn.Module,
     optimizer: Optimizer,
     loader: DataLoader[Any],
-    criterion: engines.Loss,
+    criterion: Loss,
     *,
     clip: float,
     plan: Plan | None = None,
@@ -198,7 +198,7 @@ class _Loop:
         model: nn.Module,
         optimizer: Optimizer,
         loader: DataLoader[Any],
-        loss: engines.Loss,
+        loss: Loss,
         plan: Plan,
         n: int,
         clip: float,
@@ -243,7 +243,7 @@ class _Loop:
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.labels = Labels(model, loss, probe)
-        self.engine = engines.Engine(model, loss, probe)
+        self.engine = Engine(model, loss, probe)
         alone = () if self.engine.name == "hooks" else (KEEPS_NOTHING,)
         self.said: dict[str, tuple[str, ...]] = {"assumed": alone, "excluded": (_LOOP,)}
         self.randomness = Randomness(seed)
@@ -480,10 +480,10 @@ class _Loop:
         here = self.state.last if self.rule.name == "mix" else self.flat.read()
         self.inside = True
         try:
-            with draws_apart(device):
+            with preserve_torch_rng(device):
                 torch.manual_seed(self.pending.draws.generator("model").initial_seed())
                 summed, outputs, losses = self.engine.with_outputs(
-                    self.flat.views(here), inputs, targets, weights, Clip.of(self.coming_mechanism(), self.clip)
+                    self.flat.views(here), Batch(inputs, targets, weights), Clip.of(self.coming_mechanism(), self.clip)
                 )
         finally:
             self.inside = False
@@ -689,7 +689,7 @@ class PrivateLoader:
                     "Loop over the loader anew, and in one loop at a time.",
                 )
             inputs, targets = _pair(batch)
-            if engines.rows((inputs, targets)) != part.weights.numel():
+            if count_rows((inputs, targets)) != part.weights.numel():
                 raise UnprovedError(
                     ONE_DRAW,
                     "collate_fn gives another number of rows than it is given samples.",

@@ -31,11 +31,11 @@ from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.runs import KEEPS_NOTHING, Claim, excluded_by
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import Clip, ClippedSum
+from modelmix.gradients import Batch, Engine, Loss
+from modelmix.gradients.clip import Clip, ClippedSum
+from modelmix.gradients.device import preserve_torch_rng, to_device_async
 from modelmix.gradients.memory import Watch, WatchedFunction
 from modelmix.gradients.parameters import FlatParameters
-from modelmix.gradients.torch_rng import draws_apart
 from modelmix.runs.record import Record
 from modelmix.training.augment import apply_augmentation
 from modelmix.training.diagnostics import Diagnostics
@@ -56,7 +56,6 @@ from modelmix.training.randomness import Randomness, StepRandomness
 from modelmix.training.rules import Rule, State, propose_step
 from modelmix.training.sampling import Ahead, Chunk, DatasetSource, Source, TensorSource, as_source, check_items_alone
 from modelmix.training.schedules import Schedule, schedule
-from modelmix.training.sending import sent
 
 Augment = Callable[[Any, torch.Generator], Any]
 _EVALUATIONS = 20
@@ -104,7 +103,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss: engines.Loss,
+        loss: Loss,
         train_set: Any,
         plan: Plan,
         clip: float,
@@ -129,7 +128,7 @@ class Trainer:
         name: str = "run",
         about: Mapping[str, Any] | None = None,
         performance: Performance | None = None,
-        engine: engines.Engine | None = None,
+        engine: Engine | None = None,
     ) -> None:
         require_one_process()
         if not isinstance(plan, Plan):
@@ -173,7 +172,7 @@ class Trainer:
         self._check_samples()
         if engine is not None:
             engine.require_fit(model)
-        self._engine = engine or engines.Engine(
+        self._engine = engine or Engine(
             model,
             loss,
             self._source.head(3),
@@ -435,7 +434,7 @@ class Trainer:
         )
         # All the work is handed over before its outcome is looked at: an accelerator does not wait for the next draw.
         self._coming.look()
-        diagnostics = self._diagnosed(met.on_processor())
+        diagnostics = self._diagnosed(met.to_cpu())
         self._account(step, mechanism)
         state = proposed.accepted()
         self._randomness.advance()  # first, so that wherever an interrupt falls no key outlives the state that used it
@@ -466,32 +465,33 @@ class Trainer:
         total = torch.zeros_like(self._state.last)
         generator = draws.generator("augment", self._device)
         parts: list[ClippedSum] = []
-        with draws_apart(self._device):
+        with preserve_torch_rng(self._device):
             # Dropout and the like draw from torch's own generator; seeded here, they repeat when a run is resumed.
             torch.manual_seed(draws.generator("model").initial_seed())
             basis = None if self._embedding is None else self._find_basis(self._embedding, parameters, draws)
             embedded = 0 if basis is None else torch.zeros(basis.size, dtype=torch.float64, device=self._device)
             for chunk in chunks:
                 inputs, targets, weights = tree_map(
-                    lambda t: sent(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
+                    lambda t: to_device_async(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
                 )
                 if isinstance(self._source, DatasetSource):
                     targets, weights = self._labels.without_unknown(targets, weights)
                 if self._augment is not None:
                     inputs, targets = tree_map(lambda t: t.repeat_interleave(self._multiplicity, 0), (inputs, targets))
                     inputs = apply_augmentation(self._augment, inputs, generator)
+                batch = Batch(inputs, targets, weights, self._multiplicity)
                 if isinstance(clip, Clip):
-                    parts.append(self._engine(parameters, inputs, targets, weights, clip, self._multiplicity))
+                    parts.append(self._engine(parameters, batch, clip))
                 else:
                     assert basis is not None
-                    gradients = self._engine.gradients(parameters, inputs, targets, self._multiplicity)
+                    gradients = self._engine.gradients(parameters, batch)
                     more, part = clip.sum(gradients, basis, weights)
                     del gradients  # what layers saw, before the next chunk
                     embedded += more
                     parts.append(part)
                 total += parts[-1].total
         self._watch.check()
-        met = ClippedSum.joined(total, parts)
+        met = ClippedSum.concatenate(total, parts)
         if basis is None or not isinstance(clip, EmbeddingClip):
             return total, met
         noise = draws.gaussian("embedding noise", basis.size, self._device)
@@ -507,7 +507,7 @@ class Trainer:
     def _find_basis(self, embedding: Embedding, parameters: dict[str, Tensor], draws: StepRandomness) -> Basis:
         """The basis of a step, from public samples and a released state alone."""
         chunks = embedding.chunks(self._chunk_size(), self._device, padded=self._engine.fixed_shapes)
-        public = (self._engine.gradients(parameters, inputs, targets).first(count) for inputs, targets, count in chunks)
+        public = (self._engine.gradients(parameters, Batch(x, y)).first(count) for x, y, count in chunks)
         layout = embedding.layout(self._flat.size)
         return find_basis(layout, public, draws.generator("basis", self._device), self._engine.precision)
 
