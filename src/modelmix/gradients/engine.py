@@ -258,7 +258,7 @@ class Engine:
     def _form(self, parameters: dict[str, Tensor], batch: Batch) -> Any:
         """What is equal for batches of one form, in the same modes and with parameters of the same types."""
         kinds = tuple([(name, p.dtype, p.device) for name, p in parameters.items()])
-        return batch.form, kinds, tuple([module.training for module in self._model.modules()])
+        return kinds, tuple([module.training for module in self._model.modules()]), batch.form
 
     def remember(self) -> None:
         """Remember, once, what the code of model and criterion can reach in Python; every pass that runs it compares.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
@@ -28,7 +28,7 @@ from modelmix.gradients.vmap import ignore_vmap_slowness
 Values = dict[str, Tensor]
 Rule = Callable[[nn.Module, Values, Tensor, Tensor, int], dict[str, Gradients]]
 
-_CACHE = 2 * 2**20  # bytes of windows that a processor core copies at once
+_CACHE = 2 * 2**20  # bytes of windows that a CPU core copies at once
 _LONGEST = 1024  # positions whose repetitions are found by comparing each with each
 
 
@@ -347,6 +347,16 @@ class LayerCall:
         with torch.no_grad():
             found = self.rule({own: parameters[name].detach() for own, name in self.names.items()}, *self.seen)
         return {name: found[own] for own, name in self.names.items()}
+
+    def as_function(self) -> Callable[..., dict[str, Gradients]]:
+        """Return the gradients as a function of what was seen and, in front, the values of the parameters in order."""
+        rule, names = self.rule, dict(self.names)
+
+        def gradients(values: Sequence[Tensor], *seen: Tensor) -> dict[str, Gradients]:
+            found = rule(dict(zip(names, values, strict=True)), *seen)
+            return {name: found[own] for own, name in names.items()}
+
+        return gradients
 
 
 def add_up(found: Iterable[dict[str, Gradients]]) -> dict[str, Gradients]:

@@ -6,7 +6,6 @@ One graph serves batches of every size, see ``trace``; the proof is in ``dataflo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from modelmix.errors import UnprovedError
 from modelmix.gradients.batch import Batch, Loss, PassResult
 from modelmix.gradients.dataflow import MeetingError, PerSample, prove
-from modelmix.gradients.forms import Gradients
 from modelmix.gradients.layers import LayerCall, add_up
 from modelmix.gradients.memory import ALONE
 from modelmix.gradients.trace import HINTS, Trace, generalise, results_of, rules_of, text_of, trace_pass
@@ -239,14 +237,6 @@ def _with_gradients(trace: Trace, names: list[str], first: int) -> fx.GraphModul
         given = list(islice(seen, count))
         with graph.inserting_after(max(given, key=order.__getitem__)):
             values = [parameters[name] for name in call.names.values()]
-            taken.append(graph.call_function(_taker(call), (values, *given)))
+            taken.append(graph.call_function(call.as_function(), (values, *given)))
     graph.output([*results[:first], *taken])
     return fx.GraphModule(trace.module, graph)
-
-
-def _taker(call: LayerCall) -> Callable[..., dict[str, Gradients]]:
-    def take(values: list[Tensor], *seen: Tensor) -> dict[str, Gradients]:
-        found = call.rule(dict(zip(call.names, values, strict=True)), *seen)
-        return {name: found[own] for own, name in call.names.items()}
-
-    return take

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -472,7 +472,7 @@ class Trainer:
             embedded = 0 if basis is None else torch.zeros(basis.size, dtype=torch.float64, device=self._device)
             for chunk in chunks:
                 inputs, targets, weights = tree_map(
-                    lambda t: to_device_async(t, self._device), (chunk.inputs, chunk.targets, chunk.weights)
+                    partial(to_device_async, device=self._device), (chunk.inputs, chunk.targets, chunk.weights)
                 )
                 if isinstance(self._source, DatasetSource):
                     targets, weights = self._labels.without_unknown(targets, weights)
