@@ -27,7 +27,7 @@ from modelmix.gradients import proved_pass  # noqa: E402, once the environment i
 TRACING = (
     "tests/attacks/",
     "tests/gradients/test_engine",
-    "tests/gradients/test_gradients",
+    "tests/gradients/test_forms",
     "tests/training/test_guard",
 )
 PLAIN = frozenset(

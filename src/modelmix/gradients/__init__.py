@@ -3,6 +3,12 @@
 ``clipped_sum`` gives the same vector, up to rounding, with every engine and every size of chunks. ``Engine`` is the
 same for a whole run: chosen and checked once, in another precision if asked, compiled if the machine makes that
 worthwhile.
+
+Where to look: ``engine`` is one engine for a run and ``selection`` finds the one that is right for a model. ``hooks``
+run a batch once, with a rule for every layer in ``layers``; ``trace``, ``proved_pass`` and ``dataflow`` with its
+``aten_...`` rules prove that samples never meet in that pass. ``vmap`` runs them one by one, while ``memory`` and
+``independence`` watch that nothing is kept from one to the next. ``forms`` and ``lazy`` hold per-sample gradients,
+``clip`` bounds and sums them; ``compiled`` and ``kernels`` make that fast on a GPU.
 """
 
 from __future__ import annotations

@@ -25,6 +25,9 @@ def count_rows(tree: Any) -> int:
 
     Raises:
         ModelMixError: if something else is among them, or they do not have the same number of rows.
+
+    >>> count_rows({"a": torch.zeros(4, 3), "b": torch.zeros(4)})
+    4
     """
     leaves = tree_leaves(tree)
     if not leaves or not all(isinstance(t, Tensor) and t.dim() > 0 for t in leaves):

@@ -63,6 +63,9 @@ def synthetic_like(
         kind: "normal" or "uniform" on (0, 1), for floats; integers are 0 or 1.
         count: samples; None makes as many as there are.
         device: None takes that of each tensor.
+
+    >>> synthetic_like((torch.ones(9, 3), torch.zeros(9)), count=2)[0].shape
+    torch.Size([2, 3])
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
