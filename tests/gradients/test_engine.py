@@ -234,6 +234,15 @@ def test_no_samples_have_no_gradients(engine):
     assert whole(found).shape == (0, 68)
 
 
+@pytest.mark.parametrize("batch", [lambda x, y: Batch(x[:0], y[:0]), lambda x, y: Batch(x, y, rows_per_sample=2)])
+def test_outputs_are_refused_for_no_samples_and_for_samples_of_several_rows(batch):
+    x, y = some()
+    model = Spare()
+    engine = Engine(model, F.cross_entropy, (x, y), name="vmap")
+    with pytest.raises(ModelMixError, match="one row each"):
+        engine.with_outputs(views(model), batch(x, y), Clip(1.0))
+
+
 def test_layers_of_other_groups_are_not_written_down(monkeypatch):
     x, y = some()
     model, written, right = Spare(), [], layers.LayerCall.gradients

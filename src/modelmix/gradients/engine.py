@@ -181,8 +181,8 @@ class Engine:
             The sum; the outputs, detached and in the structure that the model gives; one loss for every row.
         """
         ready, parameters = self._ready(batch.checked()), self._at_precision(parameters)
-        if not ready.samples:
-            raise ModelMixError("a chunk without samples has no outputs: leave it out.")
+        if not ready.samples or ready.rows_per_sample != 1:
+            raise ModelMixError("outputs are given for batches of samples of one row each: leave an empty one out.")
         found = self._pass(parameters, ready, with_outputs=True)
         assert found.losses is not None
         gradients = found.in_order(parameters, ready)
