@@ -18,7 +18,7 @@ test: $(READY)  ## every test; those of the library first, without the laborator
 
 test-gpu: $(READY)  ## engines, kernels and clipping on a CUDA device
 	MODELMIX_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/training/test_gpu.py tests/gradients/test_kernels.py \
-		tests/gradients/test_engines.py tests/gradients/test_gradients.py
+		tests/gradients/test_engines.py tests/gradients/test_forms.py
 
 lint: $(READY)  ## style, types, and which room imports which
 	$(BIN)/ruff check .

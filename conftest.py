@@ -20,14 +20,14 @@ if os.environ.get("MODELMIX_TEST_DEVICE", "cpu") != "cpu":
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from modelmix.gradients.engines import trace  # noqa: E402, once the environment is set
+from modelmix.gradients import proved_pass  # noqa: E402, once the environment is set
 
 # Tracing and proving a network takes half a second, and the suite trains the same few ones a thousand times. Tests of
 # other things share the proof of a network that is described in full by its printed form.
 TRACING = (
     "tests/attacks/",
     "tests/gradients/test_engine",
-    "tests/gradients/test_gradients",
+    "tests/gradients/test_forms",
     "tests/training/test_guard",
 )
 PLAIN = frozenset(
@@ -36,7 +36,7 @@ PLAIN = frozenset(
 _proofs: dict = {}
 
 
-def _described(model, loss, parameters, inputs, targets, copies):
+def _described(model, loss, parameters, batch):
     """A key for what decides a trace, or None where something else might."""
     modules = list(model.modules())
     hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in modules)
@@ -47,25 +47,25 @@ def _described(model, loss, parameters, inputs, targets, copies):
         return None
     if not all(p.requires_grad for p in model.parameters()) or set(parameters) != dict(model.named_parameters()).keys():
         return None
-    leaves, form = tree_flatten((parameters, inputs, targets))
+    leaves, form = tree_flatten((parameters, batch.inputs, batch.targets))
     shapes = [
         (tuple(t.shape[1:] if i >= len(parameters) else t.shape), t.dtype, t.device) for i, t in enumerate(leaves)
     ]
-    return repr(model), repr(loss), str(form), str(shapes), copies, tuple(m.training for m in modules)
+    return repr(model), repr(loss), str(form), str(shapes), batch.rows_per_sample, tuple(m.training for m in modules)
 
 
 @pytest.fixture(autouse=True)
 def proofs_are_shared(request, monkeypatch):
     if any(part in request.node.nodeid for part in TRACING):
         return
-    from modelmix.gradients.engines import engine
+    from modelmix.gradients import engine
 
     def shared(*case):
         key = _described(*case)
         if key is None:
-            return trace.ProvedPass(*case)
+            return proved_pass.ProvedPass(*case)
         if key not in _proofs:
-            _proofs[key] = trace.ProvedPass(*case)
+            _proofs[key] = proved_pass.ProvedPass(*case)
         return _proofs[key]
 
     monkeypatch.setattr(engine, "ProvedPass", shared)

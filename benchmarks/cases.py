@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from modelmix.gradients.engines.choice import exact
+from modelmix.gradients.device import full_precision
 from modelmix.models.residual import ResNet20, WideResNet16
 from modelmix_lab.models.scattering import scatter_cnn_cifar, scatter_cnn_grey
 
@@ -154,7 +154,7 @@ class Problem:
         parameters = {name: p.detach() for name, p in model.named_parameters()}
         compute = torch.func.vmap(torch.func.grad(loss_of_one(model)), in_dims=(None, 0, 0))
         size = max(1, min(256, 2**28 // self.parameters))
-        with exact(), sdpa_kernel(SDPBackend.MATH):
+        with full_precision(), sdpa_kernel(SDPBackend.MATH):
             for start in range(0, count, size):
                 part = slice(start, min(count, start + size))
                 yield torch.cat([g.flatten(1) for g in compute(parameters, self.x[part], self.y[part]).values()], 1)

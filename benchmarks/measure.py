@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from cases import Problem, Setting, exact
+from cases import Problem, Setting, full_precision
 from peers import COMPILED, SYSTEMS, Prepared, System
 
 # Farthest from the right sum that a system may be, relative to its length. What is wrong, not rounded, is off by more:
@@ -143,7 +143,7 @@ def check_layout(problem: Problem, system: System, layout: str) -> None:
     Opacus reads the windows of a convolution as if images were contiguous; in its ghost mode only norms are wrong then.
     """
     setting = Setting("float32", layout, problem.small.batch)
-    with exact():
+    with full_precision():
         prepared = system.prepare(problem.small, setting, problem.small.data(setting))
         distance = problem.small.distance(prepared.vector(prepared.step()), system.p)
     if not distance <= FAR_EXACT:

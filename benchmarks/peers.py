@@ -89,8 +89,8 @@ def parts_of(data: Data, size: int) -> list[Data]:
 
 
 def ours(problem: Problem, setting: Setting, data: Data, *, p: int) -> Prepared:
-    from modelmix.gradients.clipping import Clip
-    from modelmix.gradients.engines import Engine
+    from modelmix.gradients import Batch, Engine
+    from modelmix.gradients.clip import Clip
     from modelmix.gradients.parameters import FlatParameters
 
     model = problem.model()
@@ -119,7 +119,7 @@ def ours(problem: Problem, setting: Setting, data: Data, *, p: int) -> Prepared:
         def step() -> Tensor:
             total = torch.zeros(flat.size, dtype=torch.float64, device=problem.device)
             for x, y, weights in parts:
-                total += engine(parameters, x, y, weights, clip, copies=1).total
+                total += engine(parameters, Batch(x, y, weights), clip).total
             return total
 
         return step

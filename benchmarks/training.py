@@ -77,9 +77,9 @@ class System:
 SGD = "ordinary SGD, not private"
 SYSTEMS = (
     System("ModelMix mix, hooks", "trainer", "mix hooks", "auto"),
-    System("ModelMix mix, universal", "trainer", "mix universal", "auto"),
+    System("ModelMix mix, vmap", "trainer", "mix vmap", "auto"),
     System("ModelMix plain, hooks", "trainer", "plain hooks", "auto"),
-    System("ModelMix plain, universal", "trainer", "plain universal", "auto"),
+    System("ModelMix plain, vmap", "trainer", "plain vmap", "auto"),
     System("ModelMix make_private, plain", "make_private"),
     System("Opacus hooks", "opacus", "hooks"),
     System("Opacus functorch", "opacus", "functorch"),
@@ -415,7 +415,7 @@ def distances(task: Task, clip: float) -> dict[str, float]:
     def ours(engine: str) -> Any:
         return mm.clipped_sum(task.model(), nn.CrossEntropyLoss(), batch, mm.Clip(clip), engine=engine, chunk=64)
 
-    found = {f"ModelMix {engine}": ours(engine) / BATCH for engine in ("hooks", "universal")}
+    found = {f"ModelMix {engine}": ours(engine) / BATCH for engine in ("hooks", "vmap")}
     for mode in ("hooks", "functorch", "ghost") if present() else ():
         model, optimizer, criterion, _ = opacus_parts(task, 0.0, mode, clip)
         optimizer.zero_grad()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from modelmix.gradients.gradients import Unwritten
+from modelmix.gradients.lazy import LazyGradients
 
 
-class Known(Unwritten):
+class Known(LazyGradients):
     """Gradients of parameters that are used once."""
 
     def __init__(self, *gradients):

@@ -65,7 +65,6 @@ def test_a_report_is_written_without_torch(path):
     [
         "training",
         "gradients",
-        "gradients/engines",
         "gradients/kernels",
         "runs",
         "auditing",

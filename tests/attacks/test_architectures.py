@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Batch, Engine
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.models.registry import build
 
@@ -171,5 +171,7 @@ def test_real_architectures_get_the_fast_engine_and_agree_with_one_at_a_time(nam
     for clip in (Clip(1e6), Clip(0.1, 100)):
         for count in (m, 1, 3):
             one = torch.ones(count, dtype=torch.float64)
-            found, right = (e(flat.views(flat.read()), x[:count], y[:count], one, clip).total for e in (engine, alone))
+            found, right = (
+                e(flat.views(flat.read()), Batch(x[:count], y[:count], one), clip).total for e in (engine, alone)
+            )
             assert (found - right).norm() <= 1e-5 * right.norm()

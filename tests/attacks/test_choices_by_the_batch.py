@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import modelmix as mm
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Batch, Engine
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import apply_augmentation
 
@@ -40,7 +40,7 @@ def clipped_total(model, x, y, engine="auto"):
     flat = FlatParameters(model)
     run = Engine(model, F.cross_entropy, (x[:3], y[:3]), name=engine)
     torch.manual_seed(7)
-    return run(flat.views(flat.read()), x, y, torch.ones(len(y), dtype=torch.float64), Clip(C)).total
+    return run(flat.views(flat.read()), Batch(x, y, torch.ones(len(y), dtype=torch.float64)), Clip(C)).total
 
 
 def samples(m, seed=0):
@@ -92,9 +92,9 @@ def test_what_torch_itself_asks_about_the_size_is_covered_by_both_traces():
     parameters = flat.views(flat.read())
     for m in (1, 2, 15, 16, 17, 40):
         one = torch.ones(m, dtype=torch.float64)
-        assert engine._proved(parameters, x[:m], y[:m], 1, F.cross_entropy) is not None
-        slow = Engine(model, F.cross_entropy, (x, y), name="universal")
-        found, right = (e(parameters, x[:m], y[:m], one, Clip(C)).total for e in (engine, slow))
+        assert engine._proved(parameters, Batch(x[:m], y[:m])) is not None
+        slow = Engine(model, F.cross_entropy, (x, y), name="vmap")
+        found, right = (e(parameters, Batch(x[:m], y[:m], one), Clip(C)).total for e in (engine, slow))
         assert (found - right).norm() <= 1e-5 * right.norm()
 
 
@@ -249,7 +249,7 @@ NAMESPACES = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["universal", "loop"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("attack", [Buffer, Weights, Hidden, OfItsClass, Global, OwnGenerator, Switching, *NAMESPACES])
 def test_nothing_is_remembered_of_a_sample(attack, engine):
     x, y = samples(12)
@@ -274,7 +274,7 @@ class Cached(nn.Module):
         return self.layer(self.frozen(x) * self.table["ones"])
 
 
-@pytest.mark.parametrize("engine", ["universal", "loop"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_a_model_that_remembers_nothing_of_samples_is_not_refused(engine):
     x, y = samples(12)
     assert clipped_total(Cached(), x, y, engine).norm() > 0
@@ -561,7 +561,7 @@ def flip(inputs, generator):
     return inputs
 
 
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 @pytest.mark.parametrize("way", ["dataset", "augment"])
 def test_what_is_written_between_passes_reaches_no_other_sample(engine, way):
     states = []

@@ -108,6 +108,18 @@ def test_training_samples_are_not_declared_public():
     with pytest.raises(mm.UnprovedError, match="the test set lies in the memory of the training samples"):
         trainer(test_set=(X[:30], Y[:30]), test_public=True)
     trainer(test_set=(X[:30], Y[:30]))  # for the data holder's eyes
+    every = torch.cat([X, X]), torch.cat([Y, Y])
+    data = tuple(t[:60] for t in every)
+    planned.Trainer(
+        nn.Linear(4, 2),
+        nn.CrossEntropyLoss(),
+        data,
+        PLAN,
+        1.0,
+        0.1,
+        test_set=tuple(t[60:] for t in every),
+        test_public=True,
+    )  # fmt: skip, other rows of one array
     with pytest.raises(mm.UnprovedError, match="the public set lies in the memory of the training samples"):
         trainer(
             mm.Plan.of(mm.EmbeddingMechanism(1.0, 0.5), 3, delta=1e-4),

@@ -188,7 +188,7 @@ def test_files_of_metrics_name_the_condition_of_their_epsilon(tmp_path, public):
     """An "epsilon" of the steps so far stood in files for everybody, beside metrics of a private test set."""
     folder = tmp_path / "run"
     for resume, steps in ((False, 5), (True, 2)):
-        t = trainer(folder, test_set=(X[:50], Y[:50]), test_public=public, resume=resume)
+        t = trainer(folder, test_set=(X[:50].clone(), Y[:50].clone()), test_public=public, resume=resume)
         t.run(steps, evaluate_every=1, progress=False)
         rows = json.loads((folder / "metrics.json").read_text())["rows"]
         assert not any("epsilon" in row for row in rows)
@@ -198,7 +198,7 @@ def test_files_of_metrics_name_the_condition_of_their_epsilon(tmp_path, public):
         assert b"\x07epsilon" not in written
         for path in (folder / "metrics.json", events_of(folder)):
             assert bool(path.stat().st_mode & 0o044) is public
-    again = trainer(folder, test_set=(X[:50], Y[:50]), test_public=not public, resume=True)
+    again = trainer(folder, test_set=(X[:50].clone(), Y[:50].clone()), test_public=not public, resume=True)
     again.run(1, progress=False)
     for path in (folder / "metrics.json", events_of(folder)):
         assert not path.stat().st_mode & 0o044

@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from depth import cases
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelmix.gradients.engines import trace
-from modelmix.gradients.engines.independence import Rows, prove
+from modelmix.gradients import trace
+from modelmix.gradients.dataflow import PerSample, prove
 
 T, D = 4, 6
 
@@ -108,7 +108,7 @@ def is_proved(steps, x, y):
         values = prove(module.graph, symbol, [True, True])
     except Exception:  # whatever cannot be traced is not proved
         return False
-    return all(values[node] == Rows(0) for node in trace._results(module.graph))
+    return all(values[node] == PerSample(0) for node in trace.results_of(module.graph))
 
 
 def rows_meet(steps, x, y):

@@ -19,8 +19,8 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import Engine, clipped_sum
+from modelmix.gradients import Batch, Engine, clipped_sum
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import AUGMENTATIONS, apply_augmentation
 from modelmix.training.sampling import SeparateCollate, check_items_alone
@@ -228,7 +228,7 @@ def assert_bounded(total, x, y):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_one_sample_moves_a_clipped_sum_by_its_own_gradient_alone(name):
     """With every engine by name, and through the function that makes an engine of its own for every sum."""
-    for engine in ("auto", "hooks", "universal", "loop"):
+    for engine in ("auto", "hooks", "vmap", "loop"):
         model = ATTACKS[name]()
         flat = FlatParameters(model)
         parameters = flat.views(flat.read())
@@ -241,7 +241,7 @@ def test_one_sample_moves_a_clipped_sum_by_its_own_gradient_alone(name):
 
         def total(x, y, run=run, parameters=parameters):
             weights = torch.ones(len(y), dtype=torch.float64)
-            return run(parameters, x, y, weights, Clip(C)).total
+            return run(parameters, Batch(x, y, weights), Clip(C)).total
 
         for m in SIZES if engine == "auto" else SIZES[-1:]:
             try:
@@ -306,14 +306,14 @@ def test_a_sample_that_is_not_finite_does_not_disturb_the_others():
     one = torch.ones(6, dtype=torch.float64)
     without = one.clone()
     without[2] = 0
-    right = run(flat.views(flat.read()), x, y, without, Clip(C)).total
+    right = run(flat.views(flat.read()), Batch(x, y, without), Clip(C)).total
     for value in (float("nan"), float("inf")):
         bad = x.clone()
         bad[2] = value
-        assert torch.equal(run(flat.views(flat.read()), bad, y, one, Clip(C)).total, right)
+        assert torch.equal(run(flat.views(flat.read()), Batch(bad, y, one), Clip(C)).total, right)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 @pytest.mark.parametrize("m", [1, 2, 5])
 def test_outputs_and_losses_come_with_the_sum(engine, m):
     model = Attack()
@@ -321,8 +321,8 @@ def test_outputs_and_losses_come_with_the_sum(engine, m):
     x, y = batch(m)
     run = Engine(model, F.cross_entropy, (x, y), name=engine)
     one = torch.ones(m, dtype=torch.float64)
-    found, outputs, losses = run.with_outputs(flat.views(flat.read()), x, y, one, Clip(C))
-    torch.testing.assert_close(found.total, run(flat.views(flat.read()), x, y, one, Clip(C)).total)
+    found, outputs, losses = run.with_outputs(flat.views(flat.read()), Batch(x, y, one), Clip(C))
+    torch.testing.assert_close(found.total, run(flat.views(flat.read()), Batch(x, y, one), Clip(C)).total)
     torch.testing.assert_close(outputs, model(x).detach())
     torch.testing.assert_close(losses, F.cross_entropy(model(x), y, reduction="none").detach())
     assert not outputs.requires_grad
@@ -342,7 +342,7 @@ def test_the_reason_is_said_once_and_names_the_way_out():
     with pytest.warns(UserWarning, match="one at a time.*mean over the batch") as said:
         run = Engine(ATTACKS["mean"](), F.cross_entropy, batch(3))
     assert len(said) == 1
-    assert run.name == "universal"
+    assert run.name == "vmap"
     assert run.reason == "mean over the batch"
     with pytest.raises(UnprovedError, match="mean over the batch"):
         Engine(ATTACKS["mean"](), F.cross_entropy, batch(3), name="hooks")
@@ -360,7 +360,7 @@ def test_a_table_made_once_is_no_state():
             return h + self.table
 
     x, y = batch(5)
-    for engine in ("auto", "universal", "loop"):
+    for engine in ("auto", "vmap", "loop"):
         model = Rotary()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

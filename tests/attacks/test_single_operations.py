@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelmix.gradients.engines import trace
-from modelmix.gradients.engines.independence import OPAQUE, PUBLIC, MeetingError, Rows, prove
+from modelmix.gradients import trace
+from modelmix.gradients.dataflow import OPAQUE, PUBLIC, MeetingError, PerSample, prove
 
 M, T, D = 7, 4, 6
 aten = torch.ops.aten
@@ -263,9 +263,9 @@ def said(function):
         module = make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fake)
     module.graph.eliminate_dead_code()
     values = prove(module.graph, symbol, [False, True, True, True])
-    found = [values[node] for node in trace._results(module.graph)]
-    assert all(isinstance(v, Rows) or v in (PUBLIC, OPAQUE) for v in found)
-    return [v.dim if isinstance(v, Rows) else None for v in found]
+    found = [values[node] for node in trace.results_of(module.graph)]
+    assert all(isinstance(v, PerSample) or v in (PUBLIC, OPAQUE) for v in found)
+    return [v.dim if isinstance(v, PerSample) else None for v in found]
 
 
 def ran(function, keep=range(M), odd=None):

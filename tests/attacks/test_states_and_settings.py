@@ -363,15 +363,16 @@ def test_no_engine_is_chosen_by_the_size_of_a_draw():
 
 @pytest.mark.parametrize("m", [1, 2, 7, 66, 67, 68, 101, 140])
 def test_a_chunk_that_the_traces_do_not_speak_of_runs_in_parts_of_the_same_pass(m):
-    from modelmix.gradients.engines.trace import ProvedPass
+    from modelmix.gradients import Batch
+    from modelmix.gradients.proved_pass import ProvedPass
 
     model = Sized()
     x, y = torch.randn(m, WIDTH), torch.randint(0, 3, (m,))
     values = {name: p.detach() for name, p in model.named_parameters()}
-    proved = ProvedPass(model, F.cross_entropy, values, x, y, 1)
+    proved = ProvedPass(model, F.cross_entropy, values, Batch(x, y))
     assert proved.holds_for(67)
     assert not proved.holds_for(101)
-    found, outputs, losses = proved.gradients(values, x, y)
+    found, outputs, losses = proved.gradients(values, Batch(x, y))
     assert torch.allclose(outputs, model.layer(x), atol=1e-6)
     assert torch.allclose(losses, F.cross_entropy(model.layer(x), y, reduction="none"), atol=1e-6)
     for i in (0, m - 1):

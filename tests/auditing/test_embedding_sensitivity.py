@@ -10,7 +10,7 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.data import load
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Batch, Engine
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.models import Pixels, build
 from modelmix.training import random_labels
@@ -30,9 +30,9 @@ def released():
     engine = Engine(model, nn.CrossEntropyLoss(), (data.x[:3], data.y[:3]))
 
     public = Embedding((data.x[-64:], random_labels(64, 10)), 40, 3)
-    chunks = (engine.gradients(parameters, x, y) for x, y, _ in public.chunks(16, torch.device("cpu")))
+    chunks = (engine.gradients(parameters, Batch(x, y)) for x, y, _ in public.chunks(16, torch.device("cpu")))
     basis = find_basis(public.layout(flat.size), chunks, torch.Generator().manual_seed(0))
-    private = engine.gradients(parameters, data.x[:N], data.y[:N])
+    private = engine.gradients(parameters, Batch(data.x[:N], data.y[:N]))
 
     def sums(clip, chosen):
         e, part = clip.sum(private, basis, torch.tensor([float(i in chosen) for i in range(N)]))

@@ -14,7 +14,7 @@ import modelmix as mm
 from modelmix.accounting.guarantee import guarantee
 from modelmix.auditing.bounds import epsilon_lower_bound
 from modelmix.auditing.training import attack
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients.clip import Clip
 from modelmix.training import randomness, rules, step
 from modelmix.training.checkpoint import RunFiles
 from modelmix.training.embedding import EmbeddingClip

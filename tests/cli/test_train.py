@@ -21,7 +21,7 @@ import torch
 
 import modelmix as mm
 from modelmix.config.recipe import DEFAULT, MECHANISMS, Recipe
-from modelmix.gradients.engines import engine
+from modelmix.gradients import engine
 from modelmix.runs.folder import RunFolder
 
 RECIPE = """

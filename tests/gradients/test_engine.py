@@ -13,8 +13,8 @@ from torch import nn
 
 from modelmix import Embedding, EmbeddingMechanism, Mechanism, Performance
 from modelmix.errors import ModelMixError
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import Engine, compiled, hooks
+from modelmix.gradients import Batch, Engine, compiled, layers
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.models.networks import Pixels, cnn
 from modelmix.models.residual import StandardisedConv2d
@@ -81,7 +81,7 @@ def whole(gradients):
 def sums(engine, model, x, y, clip, factor=1.0):
     weights = torch.ones(len(y), dtype=torch.float64)
     weights[-1] = 0
-    return engine(views(model, factor), x, y, weights, clip)
+    return engine(views(model, factor), Batch(x, y, weights), clip)
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
@@ -95,7 +95,7 @@ def test_compiled_and_not_compiled_agree(fast_compiler, name, precision):
         torch.testing.assert_close(mine.norms, right.norms, rtol=1e-6, atol=0)
         assert mine.norms.numel() == 5
     for factor in (1.0, 1.1):
-        mine, right = (whole(engine.gradients(views(model, factor), x, y)) for engine in (one, other))
+        mine, right = (whole(engine.gradients(views(model, factor), Batch(x, y))) for engine in (one, other))
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-7)
     assert one._compile
     assert len(one._compiled) == 2  # with and without truncation; other weights and clips need no other trace
@@ -103,12 +103,12 @@ def test_compiled_and_not_compiled_agree(fast_compiler, name, precision):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 def test_gradients_are_those_of_every_sample_for_any_part_of_the_vector(name, engine):
     """Against one sample at a time, wherever the part is cut and however many rows a sample has."""
     model, x, y = case(name)
     chosen = Engine(model, F.cross_entropy, (x, y), name=engine)
-    found, each = chosen.gradients(views(model), x, y), []
+    found, each = chosen.gradients(views(model), Batch(x, y)), []
     for a, b in zip(x, y, strict=True):
         loss = F.cross_entropy(model(a[None]), b[None])
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -119,17 +119,17 @@ def test_gradients_are_those_of_every_sample_for_any_part_of_the_vector(name, en
         for _ in range(2):  # as often as one likes
             torch.testing.assert_close(columns(found, part), right[:, part], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(columns(found.first(4), slice(3, d)), right[:4, 3:], rtol=1e-4, atol=1e-6)
-    two = chosen.gradients(views(model), x, y, 2)
+    two = chosen.gradients(views(model), Batch(x, y, rows_per_sample=2))
     torch.testing.assert_close(whole(two), right.reshape(3, 2, d).mean(1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 def test_every_part_sees_the_same_dropout_and_every_chunk_another(engine):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 3))
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     chosen = Engine(model, F.cross_entropy, (x, y), name=engine)
-    one, other = (chosen.gradients(views(model), x, y) for _ in range(2))
+    one, other = (chosen.gradients(views(model), Batch(x, y)) for _ in range(2))
     (first, dropped), (first_again, dropped_again) = (
         (columns(g, slice(0, 140)), columns(g, slice(140, 203))) for g in (one, other)
     )
@@ -176,7 +176,7 @@ def some(n=8):
     return torch.randn(n, 6), torch.randint(3, (n,))
 
 
-@pytest.mark.parametrize("way", ["hooks", "universal", "loop", "compiled"])
+@pytest.mark.parametrize("way", ["hooks", "vmap", "loop", "compiled"])
 def test_a_model_may_not_write_to_what_is_trained(fast_compiler, way):
     """Also where random draws keep a compiled one from being compared."""
     x, y = some()
@@ -184,15 +184,17 @@ def test_a_model_may_not_write_to_what_is_trained(fast_compiler, way):
     name = "auto" if way == "compiled" else way
     with pytest.raises(ModelMixError, match=r"changes its trained parameters|writes to its .* parameters"):
         whole(
-            Engine(model, F.cross_entropy, (x, y), name=name, compiled=way == "compiled").gradients(views(model), x, y)
+            Engine(model, F.cross_entropy, (x, y), name=name, compiled=way == "compiled").gradients(
+                views(model), Batch(x, y)
+            )
         )
 
 
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 def test_parameters_that_are_not_used_have_no_gradient(engine):
     x, y = some()
     model = Spare()
-    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), x, y)
+    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), Batch(x, y))
     spare = slice(35, 50)
     assert not columns(found, spare).any()
     assert not columns(found, slice(30, 60))[:, 5:20].any()
@@ -200,44 +202,55 @@ def test_parameters_that_are_not_used_have_no_gradient(engine):
     assert columns(found, slice(50, 68)).any(1).all()
 
 
-@pytest.mark.parametrize("engine", ["universal", "loop"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_every_pass_is_given_the_same_inputs(engine):
     """Whatever the model does to them."""
     x, y = some()
     model = Scaling()
-    found = Engine(model, F.cross_entropy, (x.clone(), y), name=engine).gradients(views(model), x.clone(), y)
+    found = Engine(model, F.cross_entropy, (x.clone(), y), name=engine).gradients(views(model), Batch(x.clone(), y))
     first, again = whole(found), whole(found)
     assert torch.equal(first, again)
     plain = Spare()
     plain.load_state_dict(model.state_dict())
-    right = whole(Engine(plain, F.cross_entropy, (x, y)).gradients(views(plain), 0.5 * x, y))
+    right = whole(Engine(plain, F.cross_entropy, (x, y)).gradients(views(plain), Batch(0.5 * x, y)))
     torch.testing.assert_close(first, right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["universal", "loop"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_passes_leave_torchs_generator_alone(engine):
     x, y = some()
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), x, y)
+    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), Batch(x, y))
     before = torch.get_rng_state()
     whole(found)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 def test_no_samples_have_no_gradients(engine):
     x, y = some()
     model = Spare()
-    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), x[:0], y[:0])
+    found = Engine(model, F.cross_entropy, (x, y), name=engine).gradients(views(model), Batch(x[:0], y[:0]))
     assert whole(found).shape == (0, 68)
+
+
+@pytest.mark.parametrize("batch", [lambda x, y: Batch(x[:0], y[:0]), lambda x, y: Batch(x, y, rows_per_sample=2)])
+def test_outputs_are_refused_for_no_samples_and_for_samples_of_several_rows(batch):
+    x, y = some()
+    model = Spare()
+    engine = Engine(model, F.cross_entropy, (x, y), name="vmap")
+    with pytest.raises(ModelMixError, match="one row each"):
+        engine.with_outputs(views(model), batch(x, y), Clip(1.0))
 
 
 def test_layers_of_other_groups_are_not_written_down(monkeypatch):
     x, y = some()
-    model, written, right = Spare(), [], hooks.Use.gradients
-    found = Engine(model, F.cross_entropy, (x, y), name="hooks").gradients(views(model), x, y)
+    model, written, right = Spare(), [], layers.LayerCall.gradients
+    found = Engine(model, F.cross_entropy, (x, y), name="hooks").gradients(views(model), Batch(x, y))
     monkeypatch.setattr(
-        hooks.Use, "gradients", lambda use, values: (written.append(set(use.names.values())), right(use, values))[1]
+        layers.LayerCall,
+        "gradients",
+        lambda call, values: (written.append(set(call.names.values())), right(call, values))[1],
     )
     columns(found, slice(0, 30))
     assert written == [{"first.weight", "first.bias"}]
@@ -248,10 +261,14 @@ def test_a_compiled_pass_is_for_one_mode_and_one_number_of_copies(fast_compiler)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
     parameters = views(model)
-    assert not torch.equal(*(whole(engine.gradients(parameters, x, y)) for _ in range(2)))
+    assert not torch.equal(*(whole(engine.gradients(parameters, Batch(x, y))) for _ in range(2)))
     model.eval()
-    assert torch.equal(*(whole(engine.gradients(parameters, x, y)) for _ in range(2)))
-    assert [engine.gradients(parameters, x, y, copies).samples for copies in (1, 2, 4)] == [8, 4, 2]
+    assert torch.equal(*(whole(engine.gradients(parameters, Batch(x, y))) for _ in range(2)))
+    assert [engine.gradients(parameters, Batch(x, y, rows_per_sample=copies)).samples for copies in (1, 2, 4)] == [
+        8,
+        4,
+        2,
+    ]
 
 
 def test_a_form_that_cannot_be_compiled_does_not_keep_others_from_it(fast_compiler, monkeypatch):
@@ -260,13 +277,13 @@ def test_a_form_that_cannot_be_compiled_does_not_keep_others_from_it(fast_compil
     engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
 
     def unfit(*sums):
-        raise compiled.UnfitError("off")
+        raise compiled.CompilationRejected("off")
 
     monkeypatch.setattr(compiled, "require_equal", unfit)
     with pytest.warns(UserWarning, match="uncompiled"):
-        plain = whole(engine.gradients(views(model), x, y))
+        plain = whole(engine.gradients(views(model), Batch(x, y)))
     monkeypatch.setattr(compiled, "require_equal", right)
-    mine = whole(engine.gradients(views(model), x[:4], y[:4]))
+    mine = whole(engine.gradients(views(model), Batch(x[:4], y[:4])))
     torch.testing.assert_close(mine, plain[:4], rtol=1e-5, atol=1e-7)
     assert [line is None for line in engine._seen.values()] == [True, False]
 
@@ -280,7 +297,7 @@ def test_the_real_compiler_keeps_the_bounds():
     for i in range(len(y)):
         weights = torch.zeros(len(y), dtype=torch.float64)
         weights[i] = 1
-        assert clip.c * (1 - 1e-5) <= float(engine(views(model), x, y, weights, clip).total.norm()) <= clip.c
+        assert clip.c * (1 - 1e-5) <= float(engine(views(model), Batch(x, y, weights), clip).total.norm()) <= clip.c
     assert engine._compile
 
 
@@ -309,10 +326,10 @@ def test_weights_written_in_place_are_seen(fast_compiler):
     model, x, y = case("frozen layers")
     engine = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=True)
     parameters, one = views(model), torch.ones(6, dtype=torch.float64)
-    before = engine(parameters, x, y, one, Clip(1.0)).total
+    before = engine(parameters, Batch(x, y, one), Clip(1.0)).total
     for p in parameters.values():
         p.mul_(2.0)
-    assert not torch.equal(engine(parameters, x, y, one, Clip(1.0)).total, before)
+    assert not torch.equal(engine(parameters, Batch(x, y, one), Clip(1.0)).total, before)
 
 
 class LooksAtValues(nn.Module):
@@ -327,8 +344,8 @@ class LooksAtValues(nn.Module):
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once():
     torch.manual_seed(0)
     model, x, y = LooksAtValues(), torch.randn(4, 4), torch.randint(0, 3, (4,))
-    engine = Engine(model, F.cross_entropy, (x, y), name="universal", compiled=True)
-    plain = Engine(model, F.cross_entropy, (x, y), name="universal", compiled=False)
+    engine = Engine(model, F.cross_entropy, (x, y), name="vmap", compiled=True)
+    plain = Engine(model, F.cross_entropy, (x, y), name="vmap", compiled=False)
     with pytest.warns(UserWarning, match="runs uncompiled"):
         found = sums(engine, model, x, y, Clip(0.1))
     with warnings.catch_warnings():
@@ -347,7 +364,7 @@ def test_a_compiler_that_is_wrong_is_not_trusted(monkeypatch):
 
     monkeypatch.setattr(compiled, "_BACKEND", wrong)
     model, x, y = case("frozen layers")
-    for use in (lambda e: sums(e, model, x, y, Clip(0.1)), lambda e: e.gradients(views(model), x, y)):
+    for use in (lambda e: sums(e, model, x, y, Clip(0.1)), lambda e: e.gradients(views(model), Batch(x, y))):
         engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
         with pytest.warns(UserWarning, match="would be rounding"):
             use(engine)
@@ -447,7 +464,7 @@ def test_an_attention_that_someone_else_has_changed_is_left_to_them():
     model.attention.forward = doubled
     with pytest.warns(UserWarning, match="samples run one at a time"):
         engine = Engine(model, F.cross_entropy, (x, y), compiled=False)
-    assert engine.name == "universal"
+    assert engine.name == "vmap"
     assert model.attention.forward is doubled
     right = Engine(model, F.cross_entropy, (x, y), name="loop", compiled=False)
     mine, wanted = (sums(run, model, x, y, Clip(0.1)).total for run in (engine, right))
@@ -460,7 +477,7 @@ def test_samples_may_come_in_the_precision_of_the_run(fast_compiler):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = Engine(model, F.cross_entropy, (x, y), precision="bfloat16", compiled=True)
-        found = [engine(flat.views(flat.read()), given, y, one, Clip(1.0)).total for given in (x, x.bfloat16())]
+        found = [engine(flat.views(flat.read()), Batch(given, y, one), Clip(1.0)).total for given in (x, x.bfloat16())]
     torch.testing.assert_close(*found)
 
 
@@ -482,7 +499,7 @@ def test_attention_is_replayed_unless_it_drops_something(fast_compiler, dropout)
     model.block.self_attn.dropout = dropout
     flat, one = FlatParameters(model), torch.ones(6, dtype=torch.float64)
     engine = Engine(model, F.cross_entropy, (x, y), name="hooks", compiled=True)
-    engine(flat.views(flat.read()), x, y, one, Clip(1.0))
+    engine(flat.views(flat.read()), Batch(x, y, one), Clip(1.0))
     (found,) = engine._compiled.values()
     assert found.draws is (dropout > 0)
 
@@ -498,7 +515,7 @@ def test_a_compiled_run_that_drops_something_goes_on_as_it_would_have(fast_compi
         return Trainer(
             nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Dropout(0.5), nn.Linear(8, 10)), nn.CrossEntropyLoss(),
             (x, y), mechanism, 1.0, 0.5, seed=1, performance=Performance(compiled=True, chunk=8),
-            embedding=Embedding((x[:9], y[:9]), 6) if embedded else None, **folder,
+            embedding=Embedding((x[:9].clone(), y[:9].clone()), 6) if embedded else None, **folder,
         )  # fmt: skip
 
     whole = run().run(4, progress=False).state.last

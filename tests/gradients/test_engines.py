@@ -20,9 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import MARGIN, Clip
-from modelmix.gradients.engines import ENGINES, Engine, choose, clipped_sum, sum_of_chunk
+from modelmix.gradients import ENGINES, Batch, Engine, choose, clipped_sum, count_rows, sum_of_chunk
+from modelmix.gradients.clip import MARGIN, Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.models import cnn
 from modelmix.models.networks import Pixels
@@ -324,12 +323,12 @@ def hold(case):
     model, loss, x, y, clip, chunk, dtype = case
     wanted = wanted_of(model, loss, x, y, clip)
     before = {name: (p, p.clone()) for name, p in model.named_parameters()}
-    for engine in ("universal", "loop"):
+    for engine in ("vmap", "loop"):
         found = clipped_sum(model, loss, (x, y), clip, engine=engine, chunk=chunk)
         assert_right(found, wanted, clip, x.shape[0], dtype)
     run, flat, found = Engine(model, loss, (x, y)), FlatParameters(model), 0
     for a, b in zip(x.split(chunk), y.split(chunk), strict=True):
-        found = found + run(flat.views(flat.read()), a, b, torch.ones(len(a), dtype=torch.float64), clip).total
+        found = found + run(flat.views(flat.read()), Batch(a, b, torch.ones(len(a), dtype=torch.float64)), clip).total
     assert_right(found, wanted, clip, x.shape[0], dtype)
     assert run.name == "hooks", run.reason
     now = dict(model.named_parameters())
@@ -364,7 +363,7 @@ def test_copies_are_averaged_before_clipping_and_padding_adds_nothing(case, copi
         weights = torch.cat([weights, torch.zeros(padding, dtype=torch.float64)])
     flat = FlatParameters(model)
     for engine in ENGINES:
-        found = sum_of_chunk(engine, model, loss, flat.views(flat.read()), x, y, weights, clip, copies)
+        found = sum_of_chunk(engine, model, loss, flat.views(flat.read()), Batch(x, y, weights, copies), clip)
         assert_right(found.total, wanted, clip, m, dtype)
         assert found.norms.shape == found.truncated.shape == (m,)
 
@@ -382,7 +381,7 @@ def test_gradients_are_taken_at_the_values_given_not_at_those_of_the_model(engin
         engine = choose(model, F.mse_loss, x, y)
         assert engine == "hooks"
     values = {name: p.detach() for name, p in other.named_parameters()}
-    found = sum_of_chunk(engine, model, F.mse_loss, values, x, y, torch.ones(3), NO_CLIP).total
+    found = sum_of_chunk(engine, model, F.mse_loss, values, Batch(x, y, torch.ones(3)), NO_CLIP).total
     assert_right(found, oracle(other, F.mse_loss, x, y, NO_CLIP), NO_CLIP, 0)
 
 
@@ -665,22 +664,22 @@ def tied_with_embedding():
 
 HARD = {
     "plain": (Net, "hooks"),
-    "centred": (Centred, "universal"),
-    "shifted": (Shifted, "universal"),
-    "zero head": (ZeroHead, "universal"),
-    "batch statistics": (BatchStatistics, "universal"),
-    "behind its back": (BehindItsBack, "universal"),
-    "only behind its back": (OnlyBehindItsBack, "universal"),
+    "centred": (Centred, "vmap"),
+    "shifted": (Shifted, "vmap"),
+    "zero head": (ZeroHead, "vmap"),
+    "batch statistics": (BatchStatistics, "vmap"),
+    "behind its back": (BehindItsBack, "vmap"),
+    "only behind its back": (OnlyBehindItsBack, "vmap"),
     "subclass": (lambda: Net(Cosine(4, 4)), "hooks"),
-    "parametrized": (lambda: Net(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "universal"),
-    "old weight norm": (weight_norm_of_old, "universal"),
+    "parametrized": (lambda: Net(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "vmap"),
+    "old weight norm": (weight_norm_of_old, "vmap"),
     "hook that looks": (with_hook("register_forward_hook", lambda m, x, out: None), "hooks"),
     "hook that changes": (with_hook("register_forward_hook", lambda m, x, out: 2 * torch.sin(out)), "hooks"),
     "hook before": (with_hook("register_forward_pre_hook", lambda m, x: (2 * torch.sin(x[0]),)), "hooks"),
-    "in place": (lambda: Net(InPlace()), "universal"),
-    "option by name": (OptionByName, "universal"),
-    "input by name": (InputByName, "universal"),
-    "own and child": (OwnAndChild, "universal"),
+    "in place": (lambda: Net(InPlace()), "vmap"),
+    "option by name": (OptionByName, "vmap"),
+    "input by name": (InputByName, "vmap"),
+    "own and child": (OwnAndChild, "vmap"),
     "low rank": (lambda: Net(LowRank()), "hooks"),
     "swish": (lambda: Net(Swish(4)), "hooks"),
     "attention": (Attention, "hooks"),
@@ -688,16 +687,16 @@ HARD = {
     "recurrent": (Recurrent, "loop"),
     "checkpointed": (lambda: Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))), "loop"),
     "looks at the batch": (LooksAtTheBatch, "loop"),
-    "positions": (Positions, "universal"),
+    "positions": (Positions, "vmap"),
     "rows of a sample": (RowsOfASample, "hooks"),
-    "rows of a position": (RowsOfAPosition, "universal"),
-    "positions first": (PositionsFirst, "universal"),
+    "rows of a position": (RowsOfAPosition, "vmap"),
+    "positions first": (PositionsFirst, "vmap"),
     "registered twice": (registered_twice, "hooks"),
     "two names": (lambda: Net(TwoNames()), "hooks"),
     "without gradient": (NoGradient, "hooks"),
     "in place on views": (InPlaceOnViews, "hooks"),
     "after use": (AfterUse, None),
-    "outside": (Outside, "universal"),
+    "outside": (Outside, "vmap"),
     "eval": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)).eval(), "hooks"),
 }
 
@@ -733,8 +732,8 @@ def test_what_is_computed_again_is_computed_at_the_same_values():
     other = flat.read() + torch.randn(flat.size, dtype=torch.float64)
     engine = Engine(model, F.cross_entropy, (x, y))
     one = torch.ones(5, dtype=torch.float64)
-    found = engine(flat.views(other), x, y, one, NO_CLIP).total
-    parts = engine.gradients(flat.views(other), x, y)
+    found = engine(flat.views(other), Batch(x, y, one), NO_CLIP).total
+    parts = engine.gradients(flat.views(other), Batch(x, y))
     own = list(model.parameters())
     flat.write(other)
     right = oracle(model, F.cross_entropy, x, y, NO_CLIP)
@@ -747,8 +746,8 @@ def test_what_is_computed_again_is_computed_at_the_same_values():
 def test_samples_that_are_all_alike_do_not_hide_that_they_meet():
     torch.manual_seed(0)
     x, y = torch.randn(1, 4).expand(5, 4), torch.zeros(5, dtype=torch.long)
-    assert choose(Shifted(), F.cross_entropy, x, y) == "universal"
-    assert choose(Shifted(), F.cross_entropy, x[:1], y[:1]) == "universal"
+    assert choose(Shifted(), F.cross_entropy, x, y) == "vmap"
+    assert choose(Shifted(), F.cross_entropy, x[:1], y[:1]) == "vmap"
 
 
 def test_inputs_may_be_tuples_and_dicts():
@@ -772,11 +771,11 @@ def test_inputs_may_be_tuples_and_dicts():
     torch.manual_seed(0)
     u, v = torch.randn(5, 4).double(), torch.randn(5, 2).double()
     y = (torch.randint(0, 3, (5,)), {"weight": torch.randn(5)})
-    for model, engine in ((Two().double(), "universal"), (One().double(), "hooks")):
+    for model, engine in ((Two().double(), "vmap"), (One().double(), "hooks")):
         for x in ((u, v), {"v": v, "u": u}):
             assert choose(model, loss, x, y) == engine
             check(model, loss, x, y, chunk=2)
-            check(model, loss, x, y, engine="universal")
+            check(model, loss, x, y, engine="vmap")
             check(model, loss, x, y, engine="loop", chunk=3)
 
 
@@ -823,7 +822,7 @@ def test_hooks_refuse_what_they_can_see_to_be_wrong_even_unchecked(make, message
     model = make()
     values = {name: p.detach() for name, p in model.named_parameters()}
     with pytest.raises(ModelMixError, match=message):
-        sum_of_chunk("hooks", model, F.cross_entropy, values, x, y, one, NO_CLIP)
+        sum_of_chunk("hooks", model, F.cross_entropy, values, Batch(x, y, one), NO_CLIP)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -906,7 +905,7 @@ def test_dropout_draws_for_every_sample_and_does_not_upset_the_choice():
     assert choose(model, F.cross_entropy, x, y) == "hooks"
     values = {name: p.detach() for name, p in model.named_parameters()}
     for engine in ENGINES:
-        g = ENGINES[engine](model, F.cross_entropy, values, x, y, 1)["2.weight"].dense()
+        g = ENGINES[engine](model, F.cross_entropy, values, Batch(x, y)).gradients["2.weight"].dense()
         assert not torch.equal(g[0], g[1])
         assert bool((g == 0).any())
 
@@ -925,7 +924,7 @@ def test_a_failure_leaves_the_model_as_it_was(engine):
     before = dict(model.named_parameters())
     values = {name: 2 * p.detach() for name, p in before.items()}
     with pytest.raises((ZeroDivisionError, UnprovedError)):  # a trace says that it could not be made
-        ENGINES[engine](model, F.cross_entropy, values, torch.randn(2, 4), torch.zeros(2, dtype=torch.long), 1)
+        ENGINES[engine](model, F.cross_entropy, values, Batch(torch.randn(2, 4), torch.zeros(2, dtype=torch.long)))
     assert all(not module._forward_hooks for module in model.modules())
     assert all(dict(model.named_parameters())[name] is p for name, p in before.items())
     with pytest.raises(ModelMixError, match="fails on a batch of one sample: ZeroDivisionError"):
@@ -942,13 +941,13 @@ def test_memory_is_given_back_at_once(engine):
 
     run = Engine(model, F.cross_entropy, (x, y), name=engine)
     one = torch.ones(3, dtype=torch.float64)
-    run(values, x, y, one, NO_CLIP)
+    run(values, Batch(x, y, one), NO_CLIP)
     gc.collect()
     gc.disable()
     try:
         before = tensors()
         for _ in range(3):
-            run(values, x, y, one, NO_CLIP)
+            run(values, Batch(x, y, one), NO_CLIP)
         assert tensors() == before
     finally:
         gc.enable()
@@ -972,7 +971,7 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ModelMixError, match="samples first"):
         clipped_sum(model, F.cross_entropy, (x, 0), NO_CLIP)
     with pytest.raises(ModelMixError, match="2 samples of 2 rows"):
-        sum_of_chunk("loop", model, F.cross_entropy, values, x, y, torch.ones(2), NO_CLIP, 2)
+        sum_of_chunk("loop", model, F.cross_entropy, values, Batch(x, y, torch.ones(2), 2), NO_CLIP)
     with pytest.raises(ModelMixError, match="does not depend"):
         clipped_sum(model, lambda o, t: t.sum() * 1.0, (x, y), NO_CLIP, engine="loop")
 
@@ -984,7 +983,7 @@ def test_a_model_that_cannot_be_copied_is_run_one_sample_at_a_time():
 
     torch.manual_seed(0)
     model, x, y = Alone(), torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
-    assert choose(model, F.cross_entropy, x, y) == "universal"
+    assert choose(model, F.cross_entropy, x, y) == "vmap"
 
 
 def test_parameters_that_share_memory_without_being_one_are_refused():
@@ -1000,4 +999,4 @@ def test_parameters_that_share_memory_without_being_one_are_refused():
     flat = torch.zeros(18)
     model[0].weight, model[1].weight = nn.Parameter(flat[:9].view(3, 3)), nn.Parameter(flat[9:].view(3, 3))
     assert FlatParameters(model).size == 24
-    assert engines.rows(torch.zeros(2, 3)) == 2
+    assert count_rows(torch.zeros(2, 3)) == 2

@@ -15,14 +15,14 @@ from known import Known
 from torch import nn
 
 from modelmix.errors import ModelMixError
-from modelmix.gradients import clipping, kernels
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import Engine, hooks, sum_of_chunk
-from modelmix.gradients.engines.chunk import gradients_of_chunk
-from modelmix.gradients.engines.layers import RULES, reparametrised, standardised
-from modelmix.gradients.gradients import Dense, Outer, Windows
-from modelmix.gradients.kernels import choice
+from modelmix.gradients import Batch, Engine, forms, hooks, kernels, sum_of_chunk
+from modelmix.gradients import clip as clipping
+from modelmix.gradients.clip import Clip
+from modelmix.gradients.forms import ConvGradients, DenseGradients, OuterGradients
+from modelmix.gradients.kernels import autotune
+from modelmix.gradients.layers import RULES, reparametrised, standardised
 from modelmix.gradients.parameters import FlatParameters
+from modelmix.gradients.selection import per_sample_gradients
 from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import embedding
 
@@ -81,15 +81,15 @@ def test_the_weight_gradient_of_a_convolution(case, dtype, seed):
     assert found.shape == wanted.shape
     near = 4e-3 if found.dtype == torch.bfloat16 else 2e-6  # what is written down may be rounded: it is measured so
     assert (found.double() - wanted).norm() <= near * wanted.norm() + 1e-12
-    torch.testing.assert_close(squares, Dense(found.double()).powers(2), rtol=1e-12, atol=0)
+    torch.testing.assert_close(squares, DenseGradients(found.double()).powers(2), rtol=1e-12, atol=0)
     # And without ever being written down, to be measured and to be summed.
     scale, norm = torch.rand(m, dtype=torch.float64), 1 + seed % 2
     first = kernels.conv_powers(x, g, geometry, norm)
-    torch.testing.assert_close(first, Dense(wanted).powers(norm), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(first, DenseGradients(wanted).powers(norm), rtol=1e-5, atol=1e-12)
     for bound in (None, wide(0.3)):
         total, cut, again = kernels.conv_clipped_sum(x, g, geometry, scale, bound, norm)
         assert torch.equal(first, again)
-        right, right_cut = Dense(wanted).clipped_sum(scale, bound)
+        right, right_cut = DenseGradients(wanted).clipped_sum(scale, bound)
         assert (total.permute(0, 3, 1, 2) - right).norm() <= 1e-5 * right.norm() + 1e-12
         assert right_cut is None or (cut - right_cut).abs().max() <= 1
 
@@ -104,7 +104,7 @@ def test_both_passes_of_clipping(m, width, behind, bound, norm):
     torch.manual_seed(m + width)
     rows = (torch.randn(m, width + (behind or 0)) * 10.0 ** torch.randint(-20, 10, (m, 1)))[:, :width]
     rows = rows.T.contiguous().T if behind is None else rows
-    wanted = Dense(rows.double())
+    wanted = DenseGradients(rows.double())
     torch.testing.assert_close(kernels.powers(rows, norm), wanted.powers(norm), rtol=1e-13, atol=0)
     scale = torch.rand(m, dtype=torch.float64)
     scale[0] = 0
@@ -127,7 +127,7 @@ def test_the_sum_of_outer_products(m, rows, columns, bound):
     scale[0], back[0, 0] = 0, math.inf  # what is scaled by 0 adds nothing
     limit = None if bound is None else wide(bound)
     total, cut = kernels.outer_sum(back, seen, scale, limit)
-    wanted, wanted_cut = Outer(back.double(), seen.double()).clipped_sum(scale, limit)
+    wanted, wanted_cut = OuterGradients(back.double(), seen.double()).clipped_sum(scale, limit)
     assert total.shape == wanted.shape
     size = (back[1:].double().abs() * scale[1:, None]).T @ seen[1:].double().abs()
     assert bool(((total - wanted).abs() <= 3 * 2**-24 * size + 1e-37 * m).all())
@@ -152,7 +152,7 @@ def test_a_standardised_convolution(everywhere, kernel, stride, padding, copies,
         wanted = reparametrised(layer.double(), dict(layer.named_parameters()), x.double(), g.double(), copies)
     for name, _ in layer.named_parameters():
         assert (found[name].dense().double() - wanted[name].dense()).norm() <= 1e-5 * wanted[name].dense().norm()
-    torch.testing.assert_close(found["weight"].powers(2), Dense(found["weight"].dense().double()).powers(2))
+    torch.testing.assert_close(found["weight"].powers(2), DenseGradients(found["weight"].dense().double()).powers(2))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -178,9 +178,9 @@ def test_group_norm_forward_and_backward(channels, groups, size, layout, far):
 @pytest.fixture(params=[False, True], ids=["written down", "in registers"])
 def everywhere(request, monkeypatch):
     """Our kernels for tensors of any device, so that whole networks go through them, by either way of convolutions."""
-    monkeypatch.setattr(choice, "in_registers", lambda *_: request.param)
+    monkeypatch.setattr(autotune, "recomputing_is_faster", lambda *_: request.param)
     if torch.get_default_device().type == "cpu":
-        monkeypatch.setattr(kernels, "has_kernels", lambda x: x.dtype in kernels._KERNEL_TYPES)
+        monkeypatch.setattr(forms, "has_kernels", lambda x: x.dtype in kernels.TYPES)
         monkeypatch.setattr(hooks, "_on_device", lambda t: True)
 
 
@@ -206,9 +206,11 @@ def test_a_whole_network_by_kernels(everywhere, p, norm, copies):
     x, y = torch.randn(m * copies, 3, 6, 6), torch.randint(0, 10, (m * copies,))
     flat, clip = FlatParameters(model), Clip(0.3, p, norm)
     one = torch.ones(m, dtype=torch.float64)
-    found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip, copies)
+    found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), Batch(x, y, one, copies), clip)
     model.double()
-    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x.double(), y, one, clip, copies)
+    right = sum_of_chunk(
+        "vmap", model, F.cross_entropy, flat.views(flat.read()), Batch(x.double(), y, one, copies), clip
+    )
     assert (found.total - right.total).norm() <= 2e-5 * right.total.norm()
     torch.testing.assert_close(found.norms, right.norms, rtol=2e-5, atol=0)
     assert (found.truncated - right.truncated).abs().max() <= 1
@@ -227,10 +229,10 @@ def test_group_norms_that_are_not_trained_go_through_the_kernel(everywhere, monk
     monkeypatch.setattr(kernels, "group_norm", lambda x, *rest: calls.append(x.shape[1]) or kernel(x, *rest))
     x, y = torch.randn(3, 3, 6, 6), torch.randint(0, 10, (3,))
     flat, clip, one = FlatParameters(model), Clip(0.3), torch.ones(3, dtype=torch.float64)
-    found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
+    found = sum_of_chunk("hooks", model, F.cross_entropy, flat.views(flat.read()), Batch(x, y, one), clip)
     assert calls[:2] == [8, 16]  # and again in the second trace
     model.double()
-    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x.double(), y, one, clip)
+    right = sum_of_chunk("vmap", model, F.cross_entropy, flat.views(flat.read()), Batch(x.double(), y, one), clip)
     assert (found.total - right.total).norm() <= 2e-5 * right.total.norm()
 
 
@@ -242,7 +244,7 @@ def test_what_one_sample_adds_keeps_the_bounds_to_the_last_digit(everywhere, dty
     x, y = 100 * torch.randn(4, 3, 6, 6).to(dtype), torch.randint(0, 10, (4,))
     flat, clip = FlatParameters(model), Clip(1e-3, p, norm)
     parameters = flat.views(flat.read())
-    each = gradients_of_chunk("hooks", model, lambda o, t: F.cross_entropy(o.float(), t), parameters, x, y, 1)
+    each = per_sample_gradients("hooks", model, lambda o, t: F.cross_entropy(o.float(), t), parameters, Batch(x, y))
     norms, tops = [], []
     for i in range(4):
         weights = torch.zeros(4, dtype=torch.float64)
@@ -283,7 +285,7 @@ def test_rows_longer_than_a_program_takes_in_one_turn(monkeypatch, programs):
     g, r = torch.randn(2, 2, 2500)
     one = torch.full((2,), 0.7, dtype=torch.float64)
     for norm in (1, 2):
-        torch.testing.assert_close(kernels.powers(g, norm), Dense(g.double()).powers(norm), rtol=1e-13, atol=0)
+        torch.testing.assert_close(kernels.powers(g, norm), DenseGradients(g.double()).powers(norm), rtol=1e-13, atol=0)
     mine, right = (sizes(image, r, one, one, wide(0.3)) for sizes in (kernels.sizes, embedding._sizes))
     torch.testing.assert_close(mine, right, rtol=1e-13, atol=0)
     mine, right = (excess(g, r, one, one, 0.3, 2.0) for excess in (kernels.excess, embedding._excess))
@@ -309,15 +311,15 @@ def test_gradients_too_long_for_float32_to_scale_add_nothing(everywhere, monkeyp
     rows[0, :2] = 0
     one, clip = torch.ones(1, dtype=torch.float64), Clip(c, p)
     seen, back = torch.full((1, 2, 4, 4), 0.05), torch.full((1, 5, 4, 4), size)
-    outer = Outer(torch.ones(1, 20), torch.full((1, 30), size))
-    for g in (Dense(rows), outer, Windows(seen, back, GEOMETRY)):
-        total, *_ = clip.at_once([g], one, *clip.limits_on(one.device))
+    outer = OuterGradients(torch.ones(1, 20), torch.full((1, 30), size))
+    for g in (DenseGradients(rows), outer, ConvGradients(seen, back, GEOMETRY)):
+        total, *_ = clip.sum_traceable([g], one, *clip.limits_on(one.device))
         assert bool(torch.isfinite(total).all())
         assert float(total.norm()) <= c
         assert float(total.abs().max()) <= clip.coordinate_bound
     basis = embedding.Basis(((slice(0, 512), torch.eye(512, 2, dtype=torch.float64)),))
     for whole in (math.inf, math.hypot(2.5 * c, c)):
-        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum(Known(Dense(rows)), basis, one)
+        e, part = embedding.EmbeddingClip(2.5 * c, c, p, whole).sum(Known(DenseGradients(rows)), basis, one)
         assert bool(torch.isfinite(part.total).all())
         assert float(part.total.norm()) <= c
         assert float((basis.reconstruct(e) + part.total).norm()) <= whole
@@ -333,14 +335,14 @@ def test_a_clip_too_small_for_float32_is_refused(monkeypatch):
 
 def test_a_sum_of_other_numbers_than_were_measured_is_no_sum(everywhere, monkeypatch):
     torch.manual_seed(0)
-    g = Windows(torch.randn(3, 2, 4, 4), torch.randn(3, 5, 4, 4), GEOMETRY)
+    g = ConvGradients(torch.randn(3, 2, 4, 4), torch.randn(3, 5, 4, 4), GEOMETRY)
     one, clip = torch.ones(3, dtype=torch.float64), Clip(0.1)
     limits = clip.limits_on(one.device)
-    assert bool(torch.isfinite(clip.at_once([g], one, *limits)[0]).all())
+    assert bool(torch.isfinite(clip.sum_traceable([g], one, *limits)[0]).all())
     genuine = kernels.conv_powers
     monkeypatch.setattr(kernels, "conv_powers", lambda *a: genuine(*a) * (1 - 1e-6))
-    g = Windows(g.seen, g.back, GEOMETRY)
-    assert bool(torch.isnan(clip.at_once([g], one, *limits)[0]).all())
+    g = ConvGradients(g.seen, g.back, GEOMETRY)
+    assert bool(torch.isnan(clip.sum_traceable([g], one, *limits)[0]).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -349,12 +351,12 @@ def test_a_layer_at_many_positions(everywhere, dtype):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.Flatten(), nn.Linear(35, 3))
     x, y, one = torch.randn(3, 7, 4), torch.randint(0, 3, (3,)), torch.ones(3, dtype=torch.float64)
     flat, clip = FlatParameters(model), Clip(0.3, 4)
-    right = sum_of_chunk("universal", model, F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
+    right = sum_of_chunk("vmap", model, F.cross_entropy, flat.views(flat.read()), Batch(x, y, one), clip)
     engine = Engine(model, F.cross_entropy, (x, y), name="hooks", precision=str(dtype)[6:], compiled=False)
-    ours = engine(flat.views(flat.read()), x, y, one, clip)
+    ours = engine(flat.views(flat.read()), Batch(x, y, one), clip)
     assert (ours.total - right.total).norm() <= (1e-5 if dtype == torch.float32 else 0.03) * right.total.norm()
     for i in range(3):  # what one sample adds, after all rounding
-        part = engine(flat.views(flat.read()), x, y, torch.eye(3, dtype=torch.float64)[i], clip).total
+        part = engine(flat.views(flat.read()), Batch(x, y, torch.eye(3, dtype=torch.float64)[i]), clip).total
         assert float(part.norm()) <= clip.c
         assert float(part.abs().max()) <= clip.coordinate_bound
 
@@ -367,8 +369,8 @@ def test_one_dimension(everywhere, layer):
     with torch.no_grad():
         model(x)
     flat, clip = FlatParameters(model), Clip(0.3, 4)
-    case = (F.cross_entropy, flat.views(flat.read()), x, y, one, clip)
-    ours, right = (sum_of_chunk(name, model, *case) for name in ("hooks", "universal"))
+    case = (F.cross_entropy, flat.views(flat.read()), Batch(x, y, one), clip)
+    ours, right = (sum_of_chunk(name, model, *case) for name in ("hooks", "vmap"))
     torch.testing.assert_close(ours.total, right.total, rtol=1e-4, atol=1e-6)
 
 
@@ -382,4 +384,4 @@ def test_kernels_that_are_wrong_on_a_machine_are_not_used(everywhere, monkeypatc
     monkeypatch.setattr(kernels, "group_norm_backward", lambda *a: tuple(1.1 * t for t in genuine(*a)))
     with pytest.warns(UserWarning, match="not right on this machine"):
         engine._check_kernels((x, y))
-    assert engine.name == "universal"
+    assert engine.name == "vmap"

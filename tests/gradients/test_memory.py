@@ -18,7 +18,7 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.gradients import memory
-from modelmix.gradients.memory import Watch, WatchedFunction, _weighted_sum, content, tensor_content
+from modelmix.gradients.memory import Watch, WatchedFunction, content, tensor_content, weighted_sum
 from modelmix.training import guard
 
 KEPT: dict[str, float] = {}
@@ -577,5 +577,5 @@ def test_small_changes_of_two_entries_do_not_cancel():
     for a in range(-40, 41):
         for b in range(-40, 41):
             t = (words + torch.tensor([a, b], dtype=torch.int32)).view(torch.float32)
-            found.add(int(_weighted_sum(t)))
+            found.add(int(weighted_sum(t)))
     assert len(found) == 81 * 81

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import modelmix as mm
-from modelmix.gradients import clipping
-from modelmix.gradients.clipping import MARGIN
-from modelmix.gradients.engines import Engine, compiled
-from modelmix.gradients.gradients import Dense, Outer, Rows
+from modelmix.gradients import Engine, compiled
+from modelmix.gradients import clip as clipping
+from modelmix.gradients.clip import MARGIN
+from modelmix.gradients.forms import DenseGradients, OuterGradients, SparseRowGradients
 from modelmix.training import embedding as module
 from modelmix.training import random_labels
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
@@ -34,7 +34,7 @@ D = sum(math.prod(shape) for shape in SIZES)
 def flat(rows, shapes=SIZES):
     """Per-sample gradients given as one matrix, in the form that engines give them."""
     pieces = torch.split(rows, [math.prod(shape) for shape in shapes], 1)
-    return Known(*(Dense(g.reshape(-1, *shape)) for g, shape in zip(pieces, shapes, strict=True)))
+    return Known(*(DenseGradients(g.reshape(-1, *shape)) for g, shape in zip(pieces, shapes, strict=True)))
 
 
 def random_basis(seed=0, ks=(3, 2, 4), stretch=1.0):
@@ -79,18 +79,18 @@ def test_columns_are_those_of_the_flat_vector_wherever_groups_cut():
     assert all(torch.equal(columns(flat(rows), slice(a, a + 9)), rows[:, a : a + 9].double()) for a in range(D - 9))
     back, seen = torch.randn(3, 4), torch.randn(3, 5)
     whole = (back[:, :, None] * seen[:, None, :]).flatten(1).double()
-    assert torch.equal(columns(Known(Outer(back, seen)), slice(3, 17)), whole[:, 3:17])
+    assert torch.equal(columns(Known(OuterGradients(back, seen)), slice(3, 17)), whole[:, 3:17])
 
 
 def test_a_part_of_a_layer_is_written_down_alone():
     """Of outer products and of tables, without the rest; of a parameter used twice, the sum of both."""
     g = torch.Generator().manual_seed(0)
-    outer = Outer(torch.randn(3, 4, generator=g), torch.randn(3, 5, generator=g))
-    rows = Rows.of(torch.randn(3, 6, 5, generator=g), torch.randint(4, (3, 6), generator=g), 4)
-    for gradients in (outer, rows, Dense(torch.randn(3, 4, 5, generator=g))):
+    outer = OuterGradients(torch.randn(3, 4, generator=g), torch.randn(3, 5, generator=g))
+    rows = SparseRowGradients.of(torch.randn(3, 6, 5, generator=g), torch.randint(4, (3, 6), generator=g), 4)
+    for gradients in (outer, rows, DenseGradients(torch.randn(3, 4, 5, generator=g))):
         right = gradients.dense().flatten(1)
         for low, high in ((0, 20), (3, 4), (4, 15), (7, 20), (10, 15)):
-            torch.testing.assert_close(gradients.part(low, high), right[:, low:high])
+            torch.testing.assert_close(gradients.coordinates(low, high), right[:, low:high])
 
     class Twice(Known):
         def of(self, names):
@@ -130,7 +130,7 @@ def test_columns_are_padded_with_zeros(monkeypatch):
 def test_columns_do_not_hang_on_the_order_in_memory(shape):
     values = torch.randn(2, *shape)
     turned = values.to(memory_format=torch.channels_last) if values.dim() == 4 else values
-    parts = [Dense(torch.randn(2, 5)), Dense(turned), Dense(torch.randn(2, 1))]
+    parts = [DenseGradients(torch.randn(2, 5)), DenseGradients(turned), DenseGradients(torch.randn(2, 1))]
     whole = torch.cat([g.values.flatten(1) if g.values.dim() > 1 else g.values[:, None] for g in parts], 1)
     for low, high in ((0, whole.shape[1]), (2, whole.shape[1] - 1), (5, whole.shape[1])):
         assert torch.equal(columns(Known(*parts), slice(low, high)), whole[:, low:high].double())
@@ -161,8 +161,8 @@ def test_the_basis_is_orthonormal_and_holds_what_public_gradients_span(precision
     assert torch.allclose(v.T @ v, torch.diag(kept), atol=1e-12)
     low = low.double()
     assert ((low @ v @ v.T - low).norm() <= near * low.norm()).all()
-    at_once = find_basis(embedding.layout(D), [flat(low.float())], torch.Generator().manual_seed(1))
-    off = v[:, real] - dense(at_once)[:, real]
+    sum_traceable = find_basis(embedding.layout(D), [flat(low.float())], torch.Generator().manual_seed(1))
+    off = v[:, real] - dense(sum_traceable)[:, real]
     assert off.norm() <= near, "the size of chunks does not matter"
     x = torch.randn(basis.size, dtype=torch.float64)
     assert torch.allclose(basis.reconstruct(x), v @ x)
@@ -172,8 +172,8 @@ def test_chunks_of_public_gradients_may_lie_in_one_place(precision):
     """Each written over the one before, as a replayed graph does."""
     rows = torch.randn(30, 208, generator=torch.Generator().manual_seed(0)).to(precision)
     layout, buffer = Embedding((torch.zeros(30, 1), torch.zeros(30)), 12, 3).layout(208), torch.empty_like(rows[:10])
-    replayed = (Known(Dense(buffer.copy_(part))) for part in torch.split(rows, 10))
-    kept = [Known(Dense(part)) for part in torch.split(rows, 10)]
+    replayed = (Known(DenseGradients(buffer.copy_(part))) for part in torch.split(rows, 10))
+    kept = [Known(DenseGradients(part)) for part in torch.split(rows, 10)]
     one, other = (dense(find_basis(layout, chunks, torch.Generator().manual_seed(1))) for chunks in (replayed, kept))
     assert torch.equal(one, other)
 
@@ -281,7 +281,7 @@ def test_what_a_sample_adds_does_not_hang_on_where_in_a_batch_it_stands(size, he
     for m in (1, 4, 16, 100, 101):
         rows, drawn = others[:m].clone(), torch.zeros(m)
         rows[-1], drawn[-1] = size * row, 1.0
-        e, part = clip.sum(Known(Dense(rows)), Basis(((slice(0, 400), v),)), drawn)
+        e, part = clip.sum(Known(DenseGradients(rows)), Basis(((slice(0, 400), v),)), drawn)
         found.append(torch.cat([e / clip.c0, part.total / clip.c1]))
     assert all((here - found[0]).norm() <= 1e-10 for here in found)
 
@@ -348,7 +348,7 @@ def test_the_residual_is_of_the_unclipped_embedding():
     """A gradient in the span of the basis has no residual, however much of it the clip takes off."""
     basis = random_basis()
     inside = dense(basis) @ torch.full((basis.size,), 1e3, dtype=torch.float64)
-    e, part = EmbeddingClip(5.0, 2.0).sum(Known(Dense(inside[None])), basis, torch.ones(1))
+    e, part = EmbeddingClip(5.0, 2.0).sum(Known(DenseGradients(inside[None])), basis, torch.ones(1))
     assert e.norm() == pytest.approx(5.0, rel=2 * MARGIN)
     assert part.total.norm() < 1e-9
 
@@ -375,12 +375,12 @@ def test_where_layers_end_does_not_matter(precision, clip):
     rows = (3 * torch.randn(12, 204, generator=generator)).to(precision)
     rows[:, 5] *= 20
     layout = Embedding((torch.zeros(50, 1), torch.zeros(50)), 30, 3).layout(204)
-    basis = find_basis(layout, [Known(Dense(rows))], torch.Generator().manual_seed(1))
+    basis = find_basis(layout, [Known(DenseGradients(rows))], torch.Generator().manual_seed(1))
     rows[4, 77] = math.nan
     weights = torch.ones(12)
     weights[7] = 0.0
     (e, found), (right_e, right) = (
-        clip.sum(g, basis, weights) for g in (Known(Dense(rows)), flat(rows, [(100,), (4, 26)]))
+        clip.sum(g, basis, weights) for g in (Known(DenseGradients(rows)), flat(rows, [(100,), (4, 26)]))
     )
     torch.testing.assert_close(e, right_e)
     torch.testing.assert_close(found.total, right.total)
@@ -395,7 +395,7 @@ def test_gradients_are_left_as_they_are(clip, precision):
     row, basis = torch.randn(1, 48).to(precision), Basis(((slice(0, 48), torch.eye(48, 3, dtype=torch.float64)),))
     for shared in (row, row[:, :1]):
         rows = shared.expand(5, 48)
-        found, right = (clip.sum(Known(Dense(g)), basis, torch.ones(5)) for g in (rows, rows.clone()))
+        found, right = (clip.sum(Known(DenseGradients(g)), basis, torch.ones(5)) for g in (rows, rows.clone()))
         torch.testing.assert_close(found[0], right[0])
         torch.testing.assert_close(found[1].total, right[1].total)
         assert torch.equal(rows, shared.expand(5, 48).clone())
@@ -482,7 +482,7 @@ def test_a_sum_is_past_a_bound_by_little(monkeypatch):
     right = module._scale
     monkeypatch.setattr(module, "_scale", lambda c, s: right(c, s) * (1 + 1e-4 * (c == 2.0)))
     rows = 100 * torch.randn(2, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    _, part = EmbeddingClip(5.0, 2.0).sum(Known(Dense(rows)), random_basis(), torch.ones(2))
+    _, part = EmbeddingClip(5.0, 2.0).sum(Known(DenseGradients(rows)), random_basis(), torch.ones(2))
     assert not torch.isfinite(part.total).any()
 
 
@@ -553,7 +553,7 @@ def test_noise_of_both_releases_has_its_size(mechanism):
     along, across = [], []
     for _ in range(steps):
         draws = run._step.randomness.step()
-        rows = [Known(Dense(embedding.source.inputs))]
+        rows = [Known(DenseGradients(embedding.source.inputs))]
         v = dense(find_basis(embedding.layout(d), rows, draws.generator("basis")))
         before = run.state
         run.run(1, progress=False)
@@ -605,7 +605,7 @@ def test_a_step_is_the_algorithm():
 @pytest.mark.parametrize("rule", [{}, {"rule": "alternate"}, {"momentum": 0.9, "ema": 0.9}])
 def test_chunks_and_engines_do_not_change_a_run(rule, monkeypatch):
     monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
-    ways = [{}, {"chunk": 7}, {"engine": "universal", "chunk": 64}, {"compiled": True, "chunk": 7}]
+    ways = [{}, {"chunk": 7}, {"engine": "vmap", "chunk": 64}, {"compiled": True, "chunk": 7}]
     states = [trainer(MIXED, performance=mm.Performance(**way), **rule).run(4, progress=False).state for way in ways]
     for other in states[1:]:
         assert torch.allclose(states[0].last, other.last, atol=1e-5)
@@ -626,7 +626,7 @@ def test_public_gradients_may_be_rounded_and_private_ones_are_not(monkeypatch):
 def test_what_is_written_over_does_not_change_a_run(mechanism, monkeypatch):
     """A compiled chunk may lie where the one before it lay."""
     monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
-    right, buffers = compiled.Line.__call__, {}
+    right, buffers = compiled.CompiledGraph.__call__, {}
 
     def in_place(line, *case):
         out = right(line, *case)
@@ -635,7 +635,7 @@ def test_what_is_written_over_does_not_change_a_run(mechanism, monkeypatch):
             buffer.copy_(t)
         return tuple(mine)
 
-    monkeypatch.setattr(compiled.Line, "__call__", in_place)
+    monkeypatch.setattr(compiled.CompiledGraph, "__call__", in_place)
     states = []
     for way in ({"compiled": False}, {"compiled": True, "chunk": 7}):
         more = {"performance": mm.Performance(precision="float64", **way)}
@@ -670,7 +670,7 @@ def test_what_layers_saw_of_a_chunk_is_gone_before_the_next(monkeypatch):
     def gradients(engine, *chunk):
         assert not [seen for seen in alive if seen() is not None]
         found = right(engine, *chunk)
-        alive.extend(weakref.ref(t) for use in found._uses for t in use.seen)
+        alive.extend(weakref.ref(t) for call in found._calls for t in call.seen)
         return found
 
     monkeypatch.setattr(Engine, "gradients", gradients)
@@ -679,7 +679,7 @@ def test_what_layers_saw_of_a_chunk_is_gone_before_the_next(monkeypatch):
     assert len(alive) == 2 * (3 + 9) * 4, "chunks of public and private samples, two layers of two tensors"
 
 
-@pytest.mark.parametrize("engine", ["hooks", "universal", "loop"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
 @pytest.mark.parametrize("mechanism", [PLAIN, MIXED], ids=["plain", "mixed"])
 def test_never_more_than_one_groups_gradients_are_held(engine, mechanism):
     """Of 48 samples at once, in a network whose gradients are many times what its layers see."""
@@ -691,7 +691,7 @@ def test_never_more_than_one_groups_gradients_are_held(engine, mechanism):
     def loss(outputs, targets):
         return nn.functional.cross_entropy(outputs.mean(1), targets)
 
-    public = Embedding((x, y), 8, groups)
+    public = Embedding((x.clone(), y.clone()), 8, groups)
     run = Trainer(
         model, loss, (x, y), replace(mechanism, sample_rate=1.0), clip=1.0, lr=0.1, embedding=public, seed=0,
         performance=mm.Performance(device="cpu", engine=engine, chunk=samples),
@@ -767,7 +767,7 @@ def test_every_sample_has_its_own_weight(count):
 
 def test_no_gradient_stands_for_several_samples():
     """Of any parameter, though the first has as many as there are weights."""
-    some = Known(Dense(torch.randn(3, 20)), Dense(torch.randn(1, 21)))
+    some = Known(DenseGradients(torch.randn(3, 20)), DenseGradients(torch.randn(1, 21)))
     with pytest.raises(mm.ModelMixError, match="gradients of 1 samples where 3 were given"):
         CLIPS[0].sum(some, random_basis(), torch.ones(3))
 

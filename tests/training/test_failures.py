@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix import _files as files
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Engine
 from modelmix.runs import events
 from modelmix.runs.folder import RunFolder
 from modelmix.training import Randomness
@@ -349,7 +349,7 @@ def test_a_frozen_part_is_part_of_the_data(tmp_path):
 
 HOLDER = """
 import sys
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Engine
 from modelmix.runs.folder import RunFolder
 with RunFolder(sys.argv[1]):
     print("locked", flush=True)

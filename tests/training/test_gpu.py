@@ -12,8 +12,8 @@ from scipy import stats
 from torch import nn
 
 from modelmix import Mechanism, Performance
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Batch, Engine
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.training import Randomness
 from modelmix.training.embedding import Embedding, EmbeddingClip, columns, find_basis
@@ -56,8 +56,8 @@ def test_a_replayed_chunk_is_the_chunk(precision):
     for factor, c in ((1.0, 0.1), (1.1, 0.1), (1.1, 3.0)):  # other weights, another clip
         x, y = batch(64)
         ones[-1] = 1.0 - ones[-1]  # and padding
-        mine = compiled(views(model, factor), x, y, ones, Clip(c, 100))
-        right = plain(views(model, factor), x, y, ones, Clip(c, 100))
+        mine = compiled(views(model, factor), Batch(x, y, ones), Clip(c, 100))
+        right = plain(views(model, factor), Batch(x, y, ones), Clip(c, 100))
         assert (mine.total - right.total).norm() <= near * right.total.norm()
         assert (mine.norms - right.norms).norm() <= near * right.norms.norm()
     # Kept results are not written over by later replays.
@@ -75,11 +75,11 @@ def test_the_bounds_hold_for_what_a_compiled_chunk_sums(p):
     for i in range(16):
         weights = torch.zeros(16, dtype=torch.float64, device="cuda")
         weights[i] = 1
-        sums.append(engine(views(model), x, y, weights, clip).total)
+        sums.append(engine(views(model), Batch(x, y, weights), clip).total)
     each = torch.stack(sums)
     assert float(each.norm(dim=1).max()) <= clip.c
     assert float(each.abs().max()) <= clip.coordinate_bound
-    whole = engine(views(model), x, y, torch.ones_like(weights), clip).total
+    whole = engine(views(model), Batch(x, y, torch.ones_like(weights)), clip).total
     torch.testing.assert_close(each.sum(0), whole, rtol=1e-9, atol=1e-12)
 
 
@@ -87,7 +87,7 @@ def test_a_basis_is_found_in_float64():
     """Products of which cannot be summed in less."""
     model, (x, y) = network(), batch(32)
     engine = Engine(model, F.cross_entropy, (x, y), precision="float64", compiled=True)
-    public = engine.gradients(views(model), x, y)
+    public = engine.gradients(views(model), Batch(x, y))
     layout = Embedding((x, y), 20, 3).layout(FlatParameters(model).size)
     for _, v in find_basis(layout, [public], torch.Generator("cuda").manual_seed(0), engine.precision).parts:
         one = torch.eye(v.shape[1], dtype=v.dtype, device="cuda")
@@ -103,15 +103,15 @@ def test_the_bounds_hold_for_embedded_gradients(clip, precision):
     engine = Engine(model, F.cross_entropy, (x, y), precision=precision, compiled=True)
     plain = Engine(model, F.cross_entropy, (x, y), precision=precision, compiled=False)
     flat = FlatParameters(model)
-    mine, right = (columns(e.gradients(views(model), x, y), slice(0, flat.size)) for e in (engine, plain))
+    mine, right = (columns(e.gradients(views(model), Batch(x, y)), slice(0, flat.size)) for e in (engine, plain))
     assert float((mine - right).norm()) <= (0.02 if precision else 1e-3) * float(right.norm())
     generator = torch.Generator("cuda").manual_seed(0)
     layout = Embedding((x, y), 20, 3).layout(flat.size)
-    basis = find_basis(layout, [engine.gradients(views(model), x, y)], generator, engine.precision)
+    basis = find_basis(layout, [engine.gradients(views(model), Batch(x, y))], generator, engine.precision)
     for _, v in basis.parts:
         one = torch.eye(v.shape[1], dtype=v.dtype, device="cuda")
         torch.testing.assert_close(v.T @ v, one, rtol=0, atol=2.0**-14)
-    gradients = engine.gradients(views(model), x, y)
+    gradients = engine.gradients(views(model), Batch(x, y))
     root = math.sqrt(clip.p)
     for chosen in torch.eye(32, dtype=torch.float64, device="cuda"):
         e, part = clip.sum(gradients, basis, chosen)
@@ -127,13 +127,13 @@ def test_memory_does_not_grow_with_the_batch():
     model, ones = network(), torch.ones(64, dtype=torch.float64, device="cuda")
     x, y = batch(64)
     engine = Engine(model, F.cross_entropy, (x, y), compiled=True)
-    engine(views(model), x, y, ones, Clip(1.0, 100))
+    engine(views(model), Batch(x, y, ones), Clip(1.0, 100))
     peaks = []
     for chunks in (2, 20):
         torch.cuda.reset_peak_memory_stats()
         before, total = torch.cuda.memory_allocated(), 0
         for _ in range(chunks):
-            total = total + engine(views(model), x, y, ones, Clip(1.0, 100)).total
+            total = total + engine(views(model), Batch(x, y, ones), Clip(1.0, 100)).total
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= 1.05 * peaks[0]

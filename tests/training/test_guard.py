@@ -189,7 +189,7 @@ def test_what_hooks_cannot_see(model):
         t = trainer(model)
     with pytest.warns(UserWarning, match="samples run one at a time"):
         steps(*loop(model))
-    assert t.engine == "universal"
+    assert t.engine == "vmap"
 
 
 # Every trained coordinate is noised, mixed and accounted for.

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 import modelmix as mm
-from modelmix.gradients.torch_rng import draws_apart
+from modelmix.gradients.device import preserve_torch_rng
 from modelmix.training import Randomness, randomness
 from modelmix.training.randomness import StepRandomness
 
@@ -211,7 +211,7 @@ def test_what_is_drawn_apart_is_not_missing_outside():
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
-    with draws_apart(torch.device("cpu")):
+    with preserve_torch_rng(torch.device("cpu")):
         torch.rand(5)
         torch.manual_seed(7)
     assert torch.equal(torch.rand(3), wanted)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix import _files as files
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Engine
 from modelmix.runs.folder import RunFolder
 from modelmix.training import Performance, Randomness, rules, step
 from modelmix.training.checkpoint import RunFiles

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import modelmix as mm
+from modelmix.gradients.device import to_device_async
 from modelmix.training import Performance, Randomness, sampling
 from modelmix.training.checkpoint import RunFiles
 from modelmix.training.randomness import StepRandomness
 from modelmix.training.sampling import Ahead, as_source, pieces
-from modelmix.training.sending import sent
 from modelmix.training.step import RunAccount
 
 
@@ -312,7 +312,7 @@ def test_a_copy_that_may_be_read_later_is_made_from_memory_that_is_kept(monkeypa
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: told.append("pinned") or t)
     monkeypatch.setattr(torch.Tensor, "to", lambda t, device, **how: told.append((device.type, how)) or t)
     for name in ("cuda", "xpu", "mps", "cpu"):
-        sent(torch.zeros(1, device="cpu"), torch.device(name))
+        to_device_async(torch.zeros(1, device="cpu"), torch.device(name))
     assert told == ["pinned", ("cuda", {"non_blocking": True}), ("xpu", {}), ("mps", {}), ("cpu", {})]
 
 

@@ -20,7 +20,7 @@ import modelmix.data
 from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
 from modelmix.features.whitening import Whitened
-from modelmix.gradients.engines import engine
+from modelmix.gradients import engine
 from modelmix.runs import page
 from modelmix.training import Trainer
 from modelmix_lab.experiments import store, tables

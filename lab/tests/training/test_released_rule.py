@@ -8,7 +8,7 @@ from planned import Trainer
 from torch import nn
 
 import modelmix as mm
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients.clip import Clip
 from modelmix.training import Randomness
 from modelmix.training.embedding import EmbeddingClip
 from modelmix.training.rules import State

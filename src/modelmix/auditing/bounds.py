@@ -62,7 +62,7 @@ def epsilon_lower_bound(without: Array, with_canary: Array, delta: float, confid
     half = n // 2
     out, into = np.sort(without[:half]), np.sort(with_canary[:half])
     both = np.sort(np.concatenate([out, into]))
-    # Dense in the tails, where the large ratios are.
+    # DenseGradients in the tails, where the large ratios are.
     ranks = np.unique(np.clip(np.geomspace(1, len(both) / 2, _CANDIDATES // 2).astype(int), 1, len(both)))
     thresholds = np.unique(np.concatenate([both[ranks - 1], both[-ranks]]))
     fp = half - np.searchsorted(out, thresholds, side="left")

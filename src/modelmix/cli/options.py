@@ -34,7 +34,7 @@ DataDir = Annotated[
     _option("--data-dir", "Where public data lie; default: MODELMIX_DATA or ~/.cache/modelmix.", RUN),
 ]
 Device = Annotated[str | None, _option("--device", "cpu, cuda; default: what is there.", RUN)]
-Engine = Annotated[str, _option("--engine", "auto, hooks, universal or loop.", RUN)]
+Engine = Annotated[str, _option("--engine", "auto, hooks, vmap or loop.", RUN)]
 Chunk = Annotated[int | None, _option("--chunk", "Samples whose gradients are held at once.", RUN)]
 Precision = Annotated[
     str | None, _option("--precision", "float32, bfloat16: the model's arithmetic; no effect on epsilon.", RUN)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from modelmix.config.preparation import Prepared
     from modelmix.data import DataSet
-    from modelmix.gradients.engines import Engine
+    from modelmix.gradients import Engine
     from modelmix.training import Performance, Rule, Schedule, Trainer
 
 DEFAULT = Path(__file__).parent / "recipes" / "default.toml"

@@ -4,7 +4,7 @@ Where samples run one after the other, or side by side in ``vmap``, nothing that
 next. Contents are compared before and after: tensors by their values (a write through ``.data`` leaves no other trace),
 containers, attributes of modules registered or not, attributes of their classes, closures, and the globals that their
 functions name. What this cannot see is what lies outside the process, or behind an extension module; a synthetic sample
-that is run before and after the others shows whether that mattered (``engines.engine``).
+that is run before and after the others shows whether that mattered (``independence``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ import itertools
 import pickle
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, lru_cache, partial
 from operator import length_hint
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FunctionType,
-    GeneratorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
 from typing import Any
 
 import numpy as np
@@ -67,7 +58,7 @@ def tensor_content(t: Tensor) -> Any:
 
 
 def tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
-    """``tensor_content`` of several tensors, with one wait for a device."""
+    """Return ``tensor_content`` of several tensors, with one wait for a device."""
     places, sums = [], []
     for t in tensors:
         try:
@@ -76,7 +67,7 @@ def tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
             places.append((id(t), -1))
         else:
             if t.numel() and not t.is_meta and t.layout == torch.strided:
-                sums.append((len(places) - 1, _weighted_sum(t)))
+                sums.append((len(places) - 1, weighted_sum(t)))
     out: list[Any] = list(places)
     for device in {value.device for _, value in sums}:
         here = [(i, value) for i, value in sums if value.device == device]
@@ -86,7 +77,7 @@ def tensor_contents(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 @torch.no_grad()
-def _weighted_sum(t: Tensor) -> Tensor:
+def weighted_sum(t: Tensor) -> Tensor:
     flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = flat if flat.numel() % 4 else flat.view(torch.int32)
     whole = words[: words.numel() // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
@@ -97,7 +88,7 @@ def _weighted_sum(t: Tensor) -> Tensor:
 
 
 def _scattered(count: int, device: torch.device) -> Tensor:
-    """Odd numbers all over 64 bits, modulo which they are multiplied.
+    """Return odd numbers all over 64 bits, modulo which they are multiplied.
 
     With small weights 1, 2, 3 ... ordinary changes of few entries cancel: one number that rises by two of its last
     digits while the next one falls by one.
@@ -212,7 +203,7 @@ class WatchedFunction:
 
 
 def _trained(model: nn.Module) -> dict[int, int]:
-    """Trained parameters, as looked at already: steps change them, and passes are watched for that elsewhere."""
+    """List trained parameters as looked at already: steps change them, and passes are watched for that elsewhere."""
     return {id(p): _DEPTH for p in model.parameters() if p.requires_grad}
 
 
@@ -229,7 +220,7 @@ _OF_ALL = (
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """What else runs with a module; torch's own hooks recompute weights and keep nothing of samples."""
+    """List what else runs with a module; torch's own hooks recompute weights and keep nothing of samples."""
     registries = (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -241,7 +232,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _computed(module: nn.Module) -> set[str]:
-    """Attributes that torch itself computes from the parameters whenever a module runs."""
+    """Name the attributes that torch itself computes from the parameters whenever a module runs."""
     if isinstance(module, nn.RNNBase):
         return {"_flat_weights", "_flat_weight_refs"}
     return {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)}
@@ -274,19 +265,19 @@ def content(value: Any, met: dict[int, int], depth: int = _DEPTH) -> Any:
     if isinstance(value, np.random.Generator | np.random.RandomState):
         # NumPy's own text of a state may be shortened; pickled it is whole.
         return id(value), hashlib.blake2b(pickle.dumps(value)).digest()
-    if isinstance(value, ModuleType | BuiltinFunctionType) or depth <= 0:
+    if isinstance(value, types.ModuleType | types.BuiltinFunctionType) or depth <= 0:
         return id(value)
     return id(value), [content(v, met, depth - 1) for v in _inside(value)]
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What a value is made of, as far as Python shows it."""
+    """Yield what a value is made of, as far as Python shows it."""
     if isinstance(value, Mapping):
         for k, v in list(value.items()):
             yield from (k, v)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from sorted(value, key=id) if isinstance(value, set | frozenset) else value
-    elif isinstance(value, GeneratorType):
+    elif isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         yield -1 if frame is None else frame.f_lasti
         yield from () if frame is None else frame.f_locals.values()
@@ -298,9 +289,9 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, _lru_cache_wrapper):
         yield from (value.cache_info().misses, value.cache_info().currsize)  # what is only read again is no memory
         yield from gc.get_referents(value)
-    elif isinstance(value, MethodType):
+    elif isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
-    elif isinstance(value, FunctionType):
+    elif isinstance(value, types.FunctionType):
         yield from (_cell(cell) for cell in value.__closure__ or ())
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
         if not _is_library(value.__globals__.get("__name__")):  # its own __module__ is what functools.wraps copied
@@ -323,7 +314,7 @@ def _inside(value: Any) -> Iterator[Any]:
             for k, v in registry.items():
                 yield from (k, v)
         yield type(value)
-    elif isinstance(value, SimpleNamespace):
+    elif isinstance(value, types.SimpleNamespace):
         yield vars(value)
     elif type(value).__module__ == "itertools" and not isinstance(value, itertools.count | itertools.repeat):
         raise UnprovedError(
@@ -342,7 +333,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _kept_on(t: Tensor, met: dict[int, int], depth: int = _DEPTH) -> list[Any]:
-    """What Python keeps on a tensor: attributes and a gradient."""
+    """List what Python keeps on a tensor: attributes and a gradient."""
     grad = [("grad", t.grad)] if t.is_leaf and t.grad is not None else []
     return [(name, content(value, met, depth)) for name, value in [*sorted(vars(t).items()), *grad]]
 
@@ -354,13 +345,13 @@ def reachable(value: Any, depth: int = _DEPTH, met: dict[int, int] | None = None
         return
     met[id(value)] = depth
     yield value
-    if depth > 0 and not isinstance(value, Tensor | np.ndarray | ModuleType | BuiltinFunctionType):
+    if depth > 0 and not isinstance(value, Tensor | np.ndarray | types.ModuleType | types.BuiltinFunctionType):
         for part in _inside(value):
             yield from reachable(part, depth - 1, met)
 
 
 def _class_content(kind: type, met: dict[int, int]) -> Any:
-    """The content of a module's classes, up to torch's own: their attributes and the globals their methods name."""
+    """Return the content of a module's classes, up to torch's own: their attributes and what their methods name."""
     return [content(c, met) for c in kind.__mro__ if not _is_library(c.__module__)]
 
 
@@ -369,21 +360,21 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _reached(function: FunctionType) -> Iterator[Any]:
-    """The globals that a function may look up by name, and what it may look up in modules among them."""
+def _reached(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the globals that a function may look up by name, and what it may look up in modules among them."""
     names = _names(function.__code__)
     found = [function.__globals__.get(name) for name in names]
     for value in (*found, *(sys.modules.get(name) for name in _imported(function.__code__))):
-        if isinstance(value, ModuleType):
+        if isinstance(value, types.ModuleType):
             if not _is_library(value.__name__):
                 yield from (vars(value).get(inner) for inner in names)
         else:
             yield value
 
 
-def _names(code: CodeType) -> list[str]:
-    """The names of globals that a function's code, or that of functions within it, may look up."""
-    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+def _names(code: types.CodeType) -> list[str]:
+    """List the names of globals that a function's code, or that of functions within it, may look up."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     found = {*code.co_names, *(name for c in inner for name in _names(c))}
     if "globals" in found:
         found |= {c for c in code.co_consts if isinstance(c, str)}
@@ -391,9 +382,9 @@ def _names(code: CodeType) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _imported(code: CodeType) -> tuple[str, ...]:
-    """Modules that a function's code, or that of functions within it, imports when it runs."""
-    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+def _imported(code: types.CodeType) -> tuple[str, ...]:
+    """Name the modules that a function's code, or that of functions within it, imports when it runs."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     own = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
     return tuple(sorted({*own, *(name for c in inner for name in _imported(c))}))
 
@@ -402,7 +393,7 @@ def _is_library(module: str | None) -> bool:
     return (module or "builtins").split(".")[0] in _LIBRARIES
 
 
-def _cell(cell: CellType) -> Any:
+def _cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

@@ -12,7 +12,7 @@ from modelmix.errors import ModelMixError
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Two tensors in one place in memory, of which one is trained, would be trained apart and kept as one."""
+    """Refuse two tensors in one place in memory, one of them trained: they would be trained apart and kept as one."""
     spans = []
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
         if t.numel() and t.layout == torch.strided:
@@ -30,10 +30,20 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 class FlatParameters:
-    """Order, names and shapes of the parameters that require a gradient; a tied parameter counts once.
+    """Map the parameters that require a gradient to one flat vector, and back; a tied parameter counts once.
 
     The vector is kept apart from the model and in float64, so that the law of the noise is not rounded to the model's
     precision; ``write`` copies it into the model.
+
+    Args:
+        model: whose ``named_parameters`` give the order.
+
+    Raises:
+        ModelMixError: if nothing is trained, or something that cannot be (lazy, complex, in shared memory).
+
+    >>> flat = FlatParameters(nn.Linear(3, 2))
+    >>> flat.names, flat.size, flat.read().dtype
+    (['weight', 'bias'], 8, torch.float64)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,18 +63,20 @@ class FlatParameters:
 
     @property
     def names(self) -> list[str]:
+        """Of the parameters, in their order."""
         return list(self._parameters)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
+        """Of the parameters, by name."""
         return {name: list(p.shape) for name, p in self._parameters.items()}
 
     def read(self) -> Tensor:
-        """The model's present values, as a float64 vector."""
+        """Return the model's present values, as a float64 vector."""
         return torch.cat([p.detach().reshape(-1).double() for p in self._parameters.values()])
 
     def read_from(self, values: nn.Module | Mapping[str, Tensor]) -> Tensor:
-        """The vector of another model of the same shape, or of its state dict."""
+        """Return the vector of another model of the same shape, or of its state dict."""
         state = dict(values.named_parameters()) if isinstance(values, nn.Module) else values
         for name, p in self._parameters.items():
             if name not in state or state[name].shape != p.shape:
@@ -73,7 +85,7 @@ class FlatParameters:
         return torch.cat([state[name].detach().reshape(-1).double().to(first.device) for name in self._parameters])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The vector as the model's parameters, by name, in the model's precision: a copy, whatever that is.
+        """Return the vector as the model's parameters, by name, in the model's precision: a copy, whatever that is.
 
         A pass that writes to what it is given is refused after it has; what it wrote to must be nobody's state.
         """
@@ -86,11 +98,11 @@ class FlatParameters:
         }
 
     def write(self, vector: Tensor) -> None:
-        """Copies the vector into the model."""
+        """Copy the vector into the model."""
         with torch.no_grad():
             for p, value in zip(self._parameters.values(), self.views(vector).values(), strict=True):
                 p.copy_(value)
 
     def versions(self) -> list[tuple[int, int]]:
-        """Changes whenever someone writes into a trained parameter."""
+        """Return what changes whenever someone writes into a trained parameter."""
         return [(p.data_ptr(), p._version) for p in self._parameters.values()]

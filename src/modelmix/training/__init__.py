@@ -4,8 +4,8 @@ The way of the data: Poisson draw -> fixed-shape chunks -> clipped sum of per-sa
 last two states -> new state; the ledger line comes before the state.
 """
 
-from modelmix.gradients.clipping import Clip
-from modelmix.gradients.engines import clipped_sum
+from modelmix.gradients import clipped_sum
+from modelmix.gradients.clip import Clip
 from modelmix.runs.callbacks import Callback, RunView
 from modelmix.training.augment import Augment
 from modelmix.training.embedding import Embedding, random_labels

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modelmix._checks import whole
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.gradients.device import preserve_torch_rng
 from modelmix.gradients.memory import ALONE, WatchedFunction
-from modelmix.gradients.torch_rng import draws_apart
 
 AugmentFunction = Callable[[Any, torch.Generator], Any]
 
@@ -93,7 +93,7 @@ def apply_augmentation(augment: AugmentFunction, inputs: Any, generator: torch.G
     memory = WatchedFunction(augment, "augment")
     seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
     rows = []
-    with draws_apart(generator.device):
+    with preserve_torch_rng(generator.device):
         for i, seed in enumerate(seeds):  # how much one row draws, or that it seeds anew, is nothing to the next
             torch.manual_seed(seed)
             own = torch.Generator(generator.device).manual_seed(seed)
@@ -133,7 +133,7 @@ def _check_alone(augment: AugmentFunction, inputs: Any, device: torch.device) ->
         return augment(tree_map(torch.clone, values), torch.Generator(device).manual_seed(seed))
 
     found = []
-    with draws_apart(device):
+    with preserve_torch_rng(device):
         for before in ([], [row], others, others[:1]):
             for other in before:
                 augmented(other, 1)

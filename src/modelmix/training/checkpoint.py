@@ -17,7 +17,7 @@ from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.runs import KEEPS_NOTHING, Claim, excluded_by
 from modelmix.errors import ModelMixError
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients.clip import Clip
 from modelmix.runs.callbacks import Callback, writers
 from modelmix.runs.record import Record
 from modelmix.training.diagnostics import Diagnostics

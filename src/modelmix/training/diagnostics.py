@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelmix.gradients.clipping import Clip, ClippedSum
+from modelmix.gradients.clip import Clip, ClippedSum
 
 _BINS = 80
 _DECADES = 4.0  # on either side of the clip

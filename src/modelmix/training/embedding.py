@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modelmix._checks import whole
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.errors import ModelMixError
-from modelmix.gradients import kernels
-from modelmix.gradients.clipping import MARGIN, Clip, ClippedSum, usable
-from modelmix.gradients.engines.choice import rough
-from modelmix.gradients.gradients import Dense, Unwritten
+from modelmix.gradients import forms, kernels
+from modelmix.gradients.clip import MARGIN, Clip, ClippedSum, flush_tiny_scales
+from modelmix.gradients.device import allow_tf32
+from modelmix.gradients.forms import DenseGradients
+from modelmix.gradients.lazy import LazyGradients
 from modelmix.training.sampling import TensorSource
 
 # What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
@@ -144,7 +145,7 @@ class Basis:
 @torch.no_grad()
 def find_basis(
     layout: Sequence[tuple[slice, int]],
-    chunks: Iterable[Unwritten],
+    chunks: Iterable[LazyGradients],
     generator: torch.Generator,
     precision: torch.dtype | None = None,
 ) -> Basis:
@@ -166,7 +167,7 @@ def find_basis(
     for gradients in chunks:
         for group, (part, _) in enumerate(layout):
             g = columns(gradients, part, kind)
-            with rough(device):
+            with allow_tf32(device):
                 _add_product(sums[group], g.T, g @ starts[group])
             del g  # before those of the next group
         del gradients  # and what layers saw, before the next chunk
@@ -243,7 +244,7 @@ def _by_cholesky(vectors: Tensor, enough: float) -> Tensor | None:
     return vectors
 
 
-def columns(gradients: Unwritten, part: slice, kind: torch.dtype | None = None) -> Tensor:
+def columns(gradients: LazyGradients, part: slice, kind: torch.dtype | None = None) -> Tensor:
     """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``.
 
     Args:
@@ -281,7 +282,7 @@ class EmbeddingClip:
         return cls(c1 * mechanism.clip_ratio, c1, mechanism.p, whole_bound)
 
     @torch.no_grad()
-    def sum(self, gradients: Unwritten, basis: Basis, weights: Tensor) -> tuple[Tensor, ClippedSum]:
+    def sum(self, gradients: LazyGradients, basis: Basis, weights: Tensor) -> tuple[Tensor, ClippedSum]:
         """The sum of clipped embeddings, and that of clipped residuals with what clipping met there.
 
         In passes over the groups, of which one is held at a time: lengths; where V e + r is bounded, how far it would
@@ -313,12 +314,12 @@ class EmbeddingClip:
         # nothing but rounding is left over: kept up to the bound, as much would change with one sample more or less.
         least = _ROUNDING[basis.factors[0].dtype] * torch.hypot(lengths, norms)
         shorter, smaller = (
-            torch.where(rows, usable(_scale(c, torch.where(fine, size.maximum(least), 1.0))), 0.0)
+            torch.where(rows, flush_tiny_scales(_scale(c, torch.where(fine, size.maximum(least), 1.0))), 0.0)
             for c, size in ((self.c0, lengths), (self.c1, norms))
         )
         if self.c < math.inf:
             shrink = self._foreseen(apart, embeddings, shorter, smaller)
-            shorter, smaller = usable(shorter * shrink), usable(smaller * shrink)
+            shorter, smaller = flush_tiny_scales(shorter * shrink), flush_tiny_scales(smaller * shrink)
         out = self._summed(apart, embeddings, shorter, smaller)
         if self.c < math.inf:
             # As much as it sticks out; where truncation did not shrink along, as much as is enough for certain.
@@ -327,7 +328,7 @@ class EmbeddingClip:
                 if bool(fits.all()):
                     break
                 shrink = torch.where(fits, 1.0, enough(out, smaller * torch.where(fine, norms, 0.0)))
-                shorter, smaller = usable(shorter * shrink), usable(smaller * shrink)
+                shorter, smaller = flush_tiny_scales(shorter * shrink), flush_tiny_scales(smaller * shrink)
                 out = self._summed(apart, embeddings, shorter, smaller)
         released = embeddings * shorter[:, None]
         ok = (torch.linalg.vector_norm(released, dim=1) <= self.c0 * (1 - MARGIN / 2)).all()
@@ -339,7 +340,7 @@ class EmbeddingClip:
         )
 
     def _foreseen(self, apart: _Apart, embeddings: Tensor, shorter: Tensor, smaller: Tensor) -> Tensor:
-        """What brings V e + r below its bounds, as far as rough products show: V e is g - r."""
+        """What brings V e + r below its bounds, as far as allow_tf32 products show: V e is g - r."""
         basis = apart.basis
         limit = self.c1 / math.sqrt(self.p)
         c = self.c * (1 - (MARGIN if basis.factors[0].dtype == torch.float64 else _ROOM))
@@ -401,10 +402,10 @@ class _Apart:
     of the last group stay, and the next pass begins with them.
     """
 
-    def __init__(self, gradients: Unwritten, basis: Basis) -> None:
+    def __init__(self, gradients: LazyGradients, basis: Basis) -> None:
         self.basis = basis
         self._gradients = gradients
-        self._last: tuple[int, Dense] | None = None
+        self._last: tuple[int, DenseGradients] | None = None
 
     def groups(self) -> list[int]:
         """In the order of a pass that follows another."""
@@ -414,7 +415,7 @@ class _Apart:
     def first(self, group: int) -> tuple[Tensor, Tensor]:
         """The embeddings of a group, and the squares of its residuals."""
         g = self._columns(group)
-        with rough(self.basis.device):
+        with allow_tf32(self.basis.device):
             e = g @ self.basis.factors[group]
         r = self._keep(group, self._in_place(group, g, e))
         return e, r.powers(2)
@@ -422,11 +423,11 @@ class _Apart:
     def both(self, group: int, e: Tensor) -> tuple[Tensor, Tensor]:
         """g and r."""
         g = self._columns(group)
-        with rough(g.device):
+        with allow_tf32(g.device):
             r = torch.addmm(g, e, self.basis.factors[group].T, alpha=-1)
         return g, self._keep(group, r).values
 
-    def residual(self, group: int, e: Tensor) -> Dense:
+    def residual(self, group: int, e: Tensor) -> DenseGradients:
         if self._last is not None and self._last[0] == group:
             return self._last[1]
         return self._keep(group, self._in_place(group, self._columns(group), e))
@@ -436,11 +437,11 @@ class _Apart:
         return columns(self._gradients, self.basis.parts[group][0])
 
     def _in_place(self, group: int, g: Tensor, e: Tensor) -> Tensor:
-        with rough(g.device):
+        with allow_tf32(g.device):
             return g.addmm_(e, self.basis.factors[group].T, alpha=-1)
 
-    def _keep(self, group: int, r: Tensor) -> Dense:
-        self._last = group, Dense(r)
+    def _keep(self, group: int, r: Tensor) -> DenseGradients:
+        self._last = group, DenseGradients(r)
         return self._last[1]
 
 
@@ -476,7 +477,7 @@ def _sizes(
     image: Tensor, r: Tensor, shorter: Tensor, smaller: Tensor, bound: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The ``_size`` of shorter * V e, and of that plus smaller * r, truncated."""
-    if kernels.has_kernels(r):
+    if forms.has_kernels(r):
         return kernels.sizes(image, r, shorter, smaller, bound)
     image = torch.where(shorter[:, None] > 0, image * shorter[:, None], 0.0)
     own = _size(image)
@@ -492,7 +493,7 @@ def _excess(
     With both shrunk alike it is enough that |a v| + |s r| is below the bound, or |a v| below what truncation leaves of
     it; where they have different signs, that |a v| - |s r| is below the bound, and |a v| below that and the limit.
     """
-    if kernels.has_kernels(r):
+    if forms.has_kernels(r):
         return kernels.excess(g, r, shorter, smaller, limit, bound)
     live = ((shorter > 0) & (smaller > 0))[:, None]
     v, r = (torch.where(live, t * scale[:, None], 0.0) for t, scale in ((g - r, shorter), (r, smaller)))

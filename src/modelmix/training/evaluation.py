@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from modelmix.gradients.engines import rows
-from modelmix.gradients.engines.universal import Loss, call_at
+from modelmix.gradients import Loss, count_rows
+from modelmix.gradients.vmap import call_model_at
 from modelmix.training.sampling import Source
 
 _BATCH = 500
@@ -52,9 +52,9 @@ def evaluate(
             for chunk in chunks:
                 m = index.numel()
                 inputs, targets = tree_map(lambda t, m=m: t[:m].to(device), (chunk.inputs, chunk.targets))
-                outputs = call_at(model, parameters, inputs)
+                outputs = call_model_at(model, parameters, inputs)
                 classes = is_classification(outputs, targets)
-                total += float(loss(outputs, targets).mean()) * rows(targets)
+                total += float(loss(outputs, targets).mean()) * count_rows(targets)
                 right += int((outputs.argmax(1) == targets).sum()) if classes else 0
-                seen += rows(targets)
+                seen += count_rows(targets)
     return {"accuracy": right / seen if classes else None, "loss": total / seen}

@@ -81,13 +81,20 @@ def check_public_model(model: nn.Module, samples: Iterable[Tensor]) -> None:
 
 def require_other_samples(what: str, given: Iterable[Tensor], samples: Iterable[Tensor]) -> None:
     """Refuse tensors that are declared public and lie in the memory of the training samples."""
-    taken = {t.untyped_storage().data_ptr() for t in samples if t.numel() and t.layout == torch.strided}
-    if any(t.untyped_storage().data_ptr() in taken for t in given if t.numel() and t.layout == torch.strided):
+    taken = [_span(t) for t in samples if t.numel() and t.layout == torch.strided]
+    spans = [_span(t) for t in given if t.numel() and t.layout == torch.strided]
+    if any(start < other_end and other < end for start, end in spans for other, other_end in taken):
         raise UnprovedError(
             "what is declared public holds nothing of the training samples",
             f"{what} lies in the memory of the training samples.",
             "Give other samples, or do not declare them public.",
         )
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Return where a tensor begins and ends in memory; other rows of one array have another span."""
+    last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def check_mechanism(mechanism: Mechanism, coordinates: int, embedded: bool = False) -> None:

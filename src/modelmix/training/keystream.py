@@ -16,8 +16,8 @@ from torch import Tensor
 
 from modelmix._imports import one_line
 from modelmix.errors import ModelMixError
-from modelmix.gradients.kernels import triton_is_there
-from modelmix.training.sending import sent
+from modelmix.gradients.device import to_device_async
+from modelmix.gradients.kernels import has_triton
 
 KEY_BYTES = 32
 _CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
@@ -62,13 +62,13 @@ def _by_kernel(key: bytes, blocks: int, device: torch.device) -> Tensor:
     from modelmix.gradients.kernels.chacha import blocks_of
 
     words = torch.tensor([_signed(word) for word in (*_CONSTANTS, *_words_of(key))], dtype=torch.int32, device="cpu")
-    return blocks_of(sent(words, device), blocks).view(torch.int64).flatten()
+    return blocks_of(to_device_async(words, device), blocks).view(torch.int64).flatten()
 
 
 @cache
 def _maker(device: torch.device) -> Callable[[bytes, int, torch.device], Tensor]:
     """What makes the stream on a device: the first that is right."""
-    if device.type == "cuda" and triton_is_there():
+    if device.type == "cuda" and has_triton():
         try:
             if _is_right(_by_kernel, device):
                 return _by_kernel

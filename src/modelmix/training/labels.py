@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from modelmix.errors import ModelMixError
-from modelmix.gradients import engines
+from modelmix.gradients import synthetic_like
+from modelmix.gradients.vmap import call_model
 from modelmix.training.evaluation import evaluating, is_classification
 
 _LOSSES = ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss")
@@ -37,10 +38,10 @@ class Labels:
         device = next(model.parameters()).device
         problem: Exception | None = None
         for kind in ("normal", "uniform"):  # a model may refuse negative numbers
-            inputs, targets = tree_map(lambda t: t.to(device), engines.synthetic(probe, kind))
+            inputs, targets = tree_map(lambda t: t.to(device), synthetic_like(probe, kind))
             try:
                 with torch.no_grad(), evaluating(model):
-                    outputs = engines.universal.call(model, inputs)
+                    outputs = call_model(model, inputs)
                 break
             except Exception as error:
                 problem = problem or error

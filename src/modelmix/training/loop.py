@@ -24,11 +24,11 @@ from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.runs import KEEPS_NOTHING
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients import Batch, Engine, Loss
+from modelmix.gradients.clip import Clip
+from modelmix.gradients.device import preserve_torch_rng
 from modelmix.gradients.memory import ALONE, Watch, tensor_contents
 from modelmix.gradients.parameters import FlatParameters
-from modelmix.gradients.torch_rng import draws_apart
 from modelmix.training.guard import (
     PrivateForward,
     check_mechanism,
@@ -79,7 +79,7 @@ class PrivateLoop:
         model: nn.Module,
         optimizer: Optimizer,
         loader: DataLoader[Any],
-        loss: engines.Loss,
+        loss: Loss,
         plan: Plan,
         clip: float,
         rule: Rule,
@@ -114,7 +114,7 @@ class PrivateLoop:
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.labels = Labels(model, loss, probe)
-        self.engine = engines.Engine(model, loss, probe)
+        self.engine = Engine(model, loss, probe)
         own = () if self.engine.name == "hooks" else (KEEPS_NOTHING,)
         self.account = LoopAccount(
             plan, options.seed is not None, {"assumed": own, "excluded": (_COVERS_NOT,)}, options.ledger
@@ -276,10 +276,10 @@ class PrivateLoop:
         here = self.step.state.last if self.step.rule.mixes else self.flat.read()
         self.inside = True
         try:
-            with draws_apart(device):
+            with preserve_torch_rng(device):
                 torch.manual_seed(self.pending.draws.generator("model").initial_seed())
                 summed, outputs, losses = self.engine.with_outputs(
-                    self.flat.views(here), inputs, targets, weights, Clip.of(self.step.mechanism, self.step.clip)
+                    self.flat.views(here), Batch(inputs, targets, weights), Clip.of(self.step.mechanism, self.step.clip)
                 )
         finally:
             self.inside = False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from modelmix.errors import UnprovedError
-from modelmix.gradients.clipping import ClippedSum
+from modelmix.gradients.clip import ClippedSum
 from modelmix.gradients.memory import ALONE
 from modelmix.training.randomness import StepRandomness
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.gradients.engines import Engine, Loss, universal
+from modelmix.gradients import Batch, Engine, Loss, vmap
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.theory.clipping import EDGES, Array, Bias, NormHistogram, bin_of
 from modelmix.training.guard import check_model
@@ -50,7 +50,7 @@ def gradient_statistics(
     model.eval()  # every sample's gradient its own, without dropout's
 
     def gradients(part: Tensor) -> Tensor:
-        found = universal.per_sample(model, loss, parameters, inputs[part], targets[part], 1)
+        found = vmap.per_sample(model, loss, parameters, Batch(inputs[part], targets[part])).gradients
         return torch.cat([g.dense().flatten(1) for g in found.values()], dim=1).double()
 
     parts = torch.split(torch.arange(n), _CHUNK)
@@ -113,8 +113,8 @@ def private_norm_histogram(
     engine.remember()
     draws = randomness.step()
     for i in draws.poisson_indices("norm sampling", len(targets), mechanism.sample_rate).tolist():
-        x, y = inputs[i : i + 1].clone(), targets[i : i + 1].clone()
-        found = universal.per_sample_loop(model, loss, parameters, x, y, 1)
+        sample = Batch(inputs[i : i + 1].clone(), targets[i : i + 1].clone())
+        found = vmap.per_sample_loop(model, loss, parameters, sample).gradients
         square = sum(float(g.dense().double().square().sum()) for g in found.values())
         counts[bin_of([np.sqrt(square)])[0]] += 1
     engine.check()

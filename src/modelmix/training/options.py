@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from modelmix._checks import whole
 from modelmix.errors import ModelMixError
-from modelmix.gradients import engines
+from modelmix.gradients import Engine
 from modelmix.runs.callbacks import Callback, check_callbacks
 from modelmix.training.performance import Performance
 
@@ -43,7 +43,7 @@ class RunOptions:
     test_public: bool = False
     callbacks: Sequence[Callback] = ()
     performance: Performance = field(default_factory=Performance)
-    engine: engines.Engine | None = None
+    engine: Engine | None = None
     name: str = "run"
     about: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ class Performance:
 
     Args:
         device: "cpu", "cuda", ...; None takes an accelerator if there is one.
-        engine: "auto", "hooks", "universal" or "loop"; see ``modelmix.gradients.engines``.
+        engine: "auto", "hooks", "vmap" or "loop"; see ``modelmix.gradients``.
         precision: in which the model is run: "float32", "bfloat16" or "float64"; None takes the model's own. Clipping
             measures and sums in float64 whatever this says, and released states stay in float64.
         compiled: trace and compile the work of a chunk; None does so on a GPU. It takes half a minute and pays after

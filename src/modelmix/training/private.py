@@ -33,8 +33,8 @@ from modelmix.accounting.guarantee import epsilon as ledger_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.plan import Plan, plan_for_loop
 from modelmix.errors import ModelMixError, UnprovedError
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients import Loss, count_rows
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.memory import SAME_SET
 from modelmix.training.guard import check_model, require_one_process
 from modelmix.training.loop import PrivateLoop
@@ -49,7 +49,7 @@ def make_private(
     model: nn.Module,
     optimizer: Optimizer,
     loader: DataLoader[Any],
-    criterion: engines.Loss,
+    criterion: Loss,
     *,
     clip: float,
     plan: Plan | None = None,
@@ -187,7 +187,7 @@ class PrivateLoader:
                     "Loop over the loader anew, and in one loop at a time.",
                 )
             inputs, targets = _pair(batch)
-            if engines.rows((inputs, targets)) != part.weights.numel():
+            if count_rows((inputs, targets)) != part.weights.numel():
                 raise UnprovedError(
                     ONE_DRAW,
                     "collate_fn gives another number of rows than it is given samples.",

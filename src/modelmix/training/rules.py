@@ -21,7 +21,7 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError, UnprovedError
 
 if TYPE_CHECKING:
-    from modelmix.gradients.clipping import Clip
+    from modelmix.gradients.clip import Clip
     from modelmix.training.embedding import EmbeddingClip
     from modelmix.training.randomness import StepRandomness
     from modelmix.training.schedules import Schedule

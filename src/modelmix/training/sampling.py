@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from modelmix.errors import ModelMixError, UnprovedError
+from modelmix.gradients.device import preserve_torch_rng, to_device_async
 from modelmix.gradients.memory import ALONE, WatchedFunction, reachable
-from modelmix.gradients.torch_rng import draws_apart
-from modelmix.training.sending import sent
 
 _ON_DEVICE = 4 * 2**30
 _LOOKED_AT = 16
@@ -116,7 +115,7 @@ class TensorSource:
 
     def _chunks(self, indices: Tensor, chunk: int, pad: bool) -> Iterator[Chunk]:
         for index, weights in pieces(indices, chunk, pad):
-            there = cache(partial(sent, index))  # once for inputs and targets
+            there = cache(partial(to_device_async, index))  # once for inputs and targets
 
             def take(t: Tensor, there: Callable[[torch.device], Tensor] = there) -> Tensor:
                 return t[there(t.device)]
@@ -497,7 +496,7 @@ def _same_draws() -> Iterator[Callable[[], None]]:
         np.random.seed(0)  # noqa: NPY002
 
     try:
-        with draws_apart(torch.device("cpu")):
+        with preserve_torch_rng(torch.device("cpu")):
             yield begin
     finally:
         random.setstate(state)

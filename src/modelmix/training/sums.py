@@ -11,16 +11,15 @@ from torch.utils._pytree import tree_map
 
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import Clip, ClippedSum
-from modelmix.gradients.torch_rng import draws_apart
+from modelmix.gradients import Batch, Engine
+from modelmix.gradients.clip import Clip, ClippedSum
+from modelmix.gradients.device import preserve_torch_rng, to_device_async
 from modelmix.training.augment import Augment, apply_augmentation
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, find_basis
 from modelmix.training.labels import Labels
 from modelmix.training.randomness import StepRandomness
 from modelmix.training.rules import Rule
 from modelmix.training.sampling import Chunk
-from modelmix.training.sending import sent
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class GradientSum:
         chunk: samples whose gradients are held at once.
     """
 
-    engine: engines.Engine
+    engine: Engine
     clip: float
     device: torch.device
     rule: Rule
@@ -64,19 +63,19 @@ class GradientSum:
         total = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=torch.float64, device=self.device)
         generator = draws.generator("augment", self.device)
         parts: list[ClippedSum] = []
-        with draws_apart(self.device):
+        with preserve_torch_rng(self.device):
             # Dropout and the like draw from torch's own generator; seeded here, they repeat when a run is resumed.
             torch.manual_seed(draws.generator("model").initial_seed())
             basis = None if self.embedding is None else self._find_basis(self.embedding, parameters, draws)
             embedded = 0 if basis is None else torch.zeros(basis.size, dtype=torch.float64, device=self.device)
             for chunk in chunks:
-                inputs, targets, weights = self._prepare(chunk, generator)
+                batch = self._prepare(chunk, generator)
                 if isinstance(clip, Clip):
-                    parts.append(self.engine(parameters, inputs, targets, weights, clip, self.augment.copies))
+                    parts.append(self.engine(parameters, batch, clip))
                 else:
                     assert basis is not None
-                    gradients = self.engine.gradients(parameters, inputs, targets, self.augment.copies)
-                    more, part = clip.sum(gradients, basis, weights)
+                    gradients = self.engine.gradients(parameters, batch)
+                    more, part = clip.sum(gradients, basis, batch.sample_weights)
                     del gradients  # what layers saw, before the next chunk
                     embedded += more
                     parts.append(part)
@@ -84,11 +83,11 @@ class GradientSum:
         if basis is not None and isinstance(clip, EmbeddingClip):
             noise = draws.gaussian("embedding noise", basis.size, self.device)
             total = total + basis.reconstruct(embedded + mechanism.noise_multiplier * clip.c0 * noise)
-        return ClippedSum.joined(total, parts)
+        return ClippedSum.concatenate(total, parts)
 
-    def _prepare(self, chunk: Chunk, generator: torch.Generator) -> tuple[object, object, Tensor]:
+    def _prepare(self, chunk: Chunk, generator: torch.Generator) -> Batch:
         inputs, targets, weights = tree_map(
-            lambda t: sent(t, self.device), (chunk.inputs, chunk.targets, chunk.weights)
+            lambda t: to_device_async(t, self.device), (chunk.inputs, chunk.targets, chunk.weights)
         )
         if self.labels is not None:
             targets, weights = self.labels.without_unknown(targets, weights)
@@ -96,11 +95,11 @@ class GradientSum:
             copies = self.augment.copies
             inputs, targets = tree_map(lambda t: t.repeat_interleave(copies, 0), (inputs, targets))
             inputs = apply_augmentation(self.augment.function, inputs, generator)
-        return inputs, targets, weights
+        return Batch(inputs, targets, weights, self.augment.copies)
 
     def _find_basis(self, embedding: Embedding, parameters: dict[str, Tensor], draws: StepRandomness) -> Basis:
         """Find the basis of a step, from public samples and a released state alone."""
         chunks = embedding.chunks(self.chunk, self.device, padded=self.engine.fixed_shapes)
-        public = (self.engine.gradients(parameters, inputs, targets).first(count) for inputs, targets, count in chunks)
+        public = (self.engine.gradients(parameters, Batch(x, y)).first(count) for x, y, count in chunks)
         layout = embedding.layout(sum(p.numel() for p in parameters.values()))
         return find_basis(layout, public, draws.generator("basis", self.device), self.engine.precision)

@@ -16,8 +16,8 @@ from modelmix._version import __version__
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import mixing_width
 from modelmix.accounting.plan import Plan
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients import Engine, Loss
+from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import Augment
 from modelmix.training.embedding import Embedding
@@ -68,7 +68,7 @@ class TrainingTask:
     def of(
         cls,
         model: nn.Module,
-        loss: engines.Loss,
+        loss: Loss,
         train_set: Any,
         plan: Plan,
         clip: float,
@@ -115,7 +115,7 @@ class TrainingTask:
             embedding.layout(flat.size)
         if options.engine is not None:
             options.engine.require_fit(model)
-        engine = options.engine or engines.Engine(
+        engine = options.engine or Engine(
             model,
             loss,
             source.head(3),

@@ -22,8 +22,8 @@ from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.plan import Plan
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
-from modelmix.gradients import engines
-from modelmix.gradients.clipping import ClippedSum
+from modelmix.gradients import Loss
+from modelmix.gradients.clip import ClippedSum
 from modelmix.gradients.memory import Watch, WatchedFunction
 from modelmix.runs.callbacks import Callback, RunView, notify, notify_finish
 from modelmix.training.augment import Augment
@@ -86,7 +86,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss: engines.Loss,
+        loss: Loss,
         train_set: Any,
         plan: Plan,
         clip: float,
@@ -344,7 +344,7 @@ class Trainer:
         def look() -> None:
             nonlocal diagnostics
             self._coming.look()
-            diagnostics = self._diagnosed(met.on_processor())
+            diagnostics = self._diagnosed(met.to_cpu())
 
         step.take(met.total, self._task.lr.at(step.number + 1), mechanism, draws=draws, meanwhile=look)
         self._files.diagnostics = diagnostics

@@ -10,7 +10,7 @@ from torch import nn
 from modelmix.config.preparation import Prepared, prepare
 from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet
-from modelmix.gradients.engines import Engine
+from modelmix.gradients import Engine
 from modelmix.models import Pixels, build
 from modelmix.training import Performance
 

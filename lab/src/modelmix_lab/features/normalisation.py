@@ -16,7 +16,7 @@ from modelmix._checks import whole
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.gradients.clipping import Clip
+from modelmix.gradients.clip import Clip
 from modelmix.training.randomness import Randomness
 
 GROUPS = 27

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 _MOST_CHANNELS = 2048
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether this tensor lies where our kernels run."""
-    return x.is_cuda and x.dtype in _KERNEL_TYPES and triton_is_there()
-
-
-def triton_is_there() -> bool:
+def has_triton() -> bool:
+    """Whether triton, in which the kernels are written, is installed."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -24,10 +20,10 @@ def triton_is_there() -> bool:
     return True
 
 
-def has_group_norm(x: Tensor, channels: int, groups: int) -> bool:
-    """Whether our GroupNorm takes this tensor."""
+def takes_group_norm(x: Tensor, channels: int, groups: int) -> bool:
+    """Whether our GroupNorm takes images of this shape."""
     powers_of_two = channels & (channels - 1) == 0 and groups & (groups - 1) == 0
-    return has_kernels(x) and x.dim() == 4 and powers_of_two and channels <= _MOST_CHANNELS and x[0].numel() > 0
+    return x.dim() == 4 and powers_of_two and channels <= _MOST_CHANNELS and x[0].numel() > 0
 
 
 class Geometry(NamedTuple):
@@ -53,13 +49,13 @@ class Geometry(NamedTuple):
 
 
 def kept_as(x: Tensor) -> torch.dtype:
-    """In what per-sample gradients are written down: sums are in float32, and rounded to what the model runs in."""
+    """Return the type in which per-sample gradients are kept: sums are in float32, and rounded as the model runs."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
 @torch.library.custom_op("modelmix::conv_weight", mutates_args=())
 def conv_weight(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
-    """The weight gradient of every sample of a convolution, m x out x kernel x (in / groups), and its squared norm."""
+    """Compute every sample's weight gradient, m x out x kernel x (in / groups), and its squared norm."""
     from modelmix.gradients.kernels import convolution
 
     return convolution.conv_weight(x, g, Geometry.of(geometry))
@@ -79,7 +75,7 @@ def _weight_shape(x: Tensor, g: Tensor, geometry: list[int]) -> tuple[int, ...]:
 def conv_standardised(
     x: Tensor, g: Tensor, geometry: list[int], factor: Tensor, unit: Tensor, shift: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As ``conv_weight``, through a standardised weight."""
+    """Compute what ``conv_weight`` does, through a standardised weight."""
     from modelmix.gradients.kernels import convolution
 
     more = convolution.Standardised(*(t.float().contiguous() for t in (factor, unit, shift, slope)))
@@ -96,7 +92,7 @@ def _(
 
 @torch.library.custom_op("modelmix::products", mutates_args=())
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product of every sample, written down: summed in float32, rounded to what came in."""
+    """Multiply the two matrices of every sample: summed in float32, rounded to what came in."""
     return torch.bmm(a, b)
 
 
@@ -134,9 +130,9 @@ def _(
     return total, torch.empty_like(scale, dtype=torch.int64), torch.empty_like(scale)
 
 
-@torch.library.custom_op("modelmix::settled", mutates_args=())
-def settled(t: Tensor) -> Tensor:
-    """The same numbers, written down.
+@torch.library.custom_op("modelmix::materialize", mutates_args=())
+def materialize(t: Tensor) -> Tensor:
+    """Force ``t`` into memory, so that the norm and the sum read identical values.
 
     A compiler may compute a value anew for every use of it, and round it each time in another way. What was measured
     and what is summed must be the same numbers to the last digit, so they are read from memory both times.
@@ -144,13 +140,13 @@ def settled(t: Tensor) -> Tensor:
     return t.clone()
 
 
-@settled.register_fake
+@materialize.register_fake
 def _(t: Tensor) -> Tensor:
     return torch.empty_like(t)
 
 
 def _in_pieces(rows: Tensor) -> Tensor:
-    """The same matrix, every row of it one piece of memory."""
+    """Make every row of a matrix one piece of memory."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

@@ -15,16 +15,7 @@ _PROGRAMS = 4096  # enough for any device; where there are fewer than blocks, ea
 
 
 @triton.jit
-def _powers(
-    rows,
-    out,
-    width,
-    pitch,
-    splits,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TURNS: tl.constexpr,
-):
+def _powers(rows, out, width, pitch, splits, NORM: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -36,7 +27,7 @@ def _powers(
 
 
 def powers(rows: Tensor, norm: int) -> Tensor:
-    """Of every row the sum of |value|^norm, in float64. Rows may be parts of longer ones."""
+    """Measure every row: the sum of |value|^norm, in float64. Rows may be parts of longer ones."""
     m, width = rows.shape
     block = min(1024, max(16, triton.next_power_of_2(width)))
     splits = min(triton.cdiv(width, block), max(1, _PROGRAMS // max(1, m)))
@@ -47,19 +38,9 @@ def powers(rows: Tensor, norm: int) -> Tensor:
 
 @triton.jit
 def _clipped_sum(
-    rows,
-    scale,
-    bounds,
-    out,
-    cut,
-    samples,
-    width,
-    pitch,
-    GROUP: tl.constexpr,
-    TRUNCATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, scale, bounds, out, cut, samples, width, pitch, GROUP: tl.constexpr, TRUNCATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     group = tl.program_id(1)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     right = d < width
@@ -97,7 +78,7 @@ def _clipped_sum(
 
 
 def clipped_sum(rows: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sum over rows of scale * row with every value cut to +-bound, and how many values of each row were cut.
+    """Sum scale * row over rows with every value cut to +-bound, and count how many values of each row were cut.
 
     Args:
         rows: m x width; they may be parts of longer ones.
@@ -121,21 +102,9 @@ _MOST_SUMS = 2**22
 
 @triton.jit
 def _outer_sum(
-    back,
-    seen,
-    scale,
-    bounds,
-    out,
-    cut,
-    samples,
-    rows,
-    columns,
-    PART: tl.constexpr,
-    TRUNCATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    back, seen, scale, bounds, out, cut, samples, rows, columns, PART: tl.constexpr, TRUNCATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     part = tl.program_id(2).to(tl.int64)
@@ -167,7 +136,7 @@ def _outer_sum(
 
 
 def outer_sum(back: Tensor, seen: Tensor, scale: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``clipped_sum`` of the outer products of the rows of back and seen, none of which is written down."""
+    """Take ``clipped_sum`` of the outer products of the rows of back and seen, none of which is materialised."""
     (m, rows), columns = back.shape, seen.shape[1]
     # As many rows at once as fill a block well: every coordinate costs a conversion to float64, padding as well.
     block_r = next(b for b in (16, 8, 4, 2, 1) if 4 * triton.cdiv(rows, b) * b <= 5 * rows)

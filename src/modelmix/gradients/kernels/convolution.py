@@ -25,23 +25,10 @@ from modelmix.gradients.kernels import Geometry, kept_as
 
 @triton.jit
 def _place(
-    x,
-    g,
-    tile,
-    n,
-    xn,
-    xc,
-    gn,
-    gc,
-    CI: tl.constexpr,
-    CIP: tl.constexpr,
-    CO: tl.constexpr,
-    TAPS: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):
-    """Where a sample begins, and the group, output channels, taps and input channels of a tile."""
+    x, g, tile, n, xn, xc, gn, gc, CI: tl.constexpr, CIP: tl.constexpr, CO: tl.constexpr, TAPS: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Find where a sample begins, and the group, output channels, taps and input channels of a tile."""
     j_blocks = tl.cdiv(TAPS * CIP, BLOCK_J)
     o_blocks = tl.cdiv(CO, BLOCK_O)
     group = tile // (j_blocks * o_blocks)
@@ -54,40 +41,12 @@ def _place(
 
 @triton.jit
 def _sums(
-    x,
-    g,
-    o,
-    tap,
-    i,
-    xn,
-    xc,
-    xh,
-    xw,
-    gn,
-    gc,
-    gh,
-    gw,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    CI: tl.constexpr,
-    CO: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    DH: tl.constexpr,
-    DW: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
-    """One tile of one sample's gradient."""
+    x, g, o, tap, i, xn, xc, xh, xw, gn, gc, gh, gw, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+    OW: tl.constexpr, CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr,
+    SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, COPIES: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of one sample's gradient."""
     kh = tap // KW
     kw = tap % KW
     right_j = (tap < KH * KW) & (i < CI)
@@ -112,45 +71,12 @@ def _sums(
 
 @triton.jit
 def _conv_weight(
-    x,
-    g,
-    out,
-    powers,
-    factor,
-    unit,
-    shift,
-    slope,
-    xn,
-    xc,
-    xh,
-    xw,
-    gn,
-    gc,
-    gh,
-    gw,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    CI: tl.constexpr,
-    CIP: tl.constexpr,
-    CO: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    DH: tl.constexpr,
-    DW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    STANDARDISED: tl.constexpr,
-):
+    x, g, out, powers, factor, unit, shift, slope, xn, xc, xh, xw, gn, gc, gh, gw, H: tl.constexpr, W: tl.constexpr,
+    OH: tl.constexpr, OW: tl.constexpr, CI: tl.constexpr, CIP: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, GROUPS: tl.constexpr, COPIES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_Q: tl.constexpr, STANDARDISED: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     x, g, group, o, tap, i = _place(x, g, tile, n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J)
@@ -175,40 +101,12 @@ def _conv_weight(
 
 @triton.jit
 def _conv_powers(
-    x,
-    g,
-    out,
-    xn,
-    xc,
-    xh,
-    xw,
-    gn,
-    gc,
-    gh,
-    gw,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    CI: tl.constexpr,
-    CIP: tl.constexpr,
-    CO: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    DH: tl.constexpr,
-    DW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    x, g, out, xn, xc, xh, xw, gn, gc, gh, gw, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    CI: tl.constexpr, CIP: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr,
+    SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, GROUPS: tl.constexpr,
+    COPIES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_Q: tl.constexpr,
     NORM: tl.constexpr,
-):
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     x, g, _, o, tap, i = _place(x, g, tile, n, xn, xc, gn, gc, CI, CIP, CO, KH * KW, COPIES, BLOCK_O, BLOCK_J)
@@ -222,47 +120,12 @@ def _conv_powers(
 
 @triton.jit
 def _conv_clipped_sum(
-    x,
-    g,
-    scale,
-    bounds,
-    out,
-    cut,
-    powers,
-    samples,
-    xn,
-    xc,
-    xh,
-    xw,
-    gn,
-    gc,
-    gh,
-    gw,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    CI: tl.constexpr,
-    CIP: tl.constexpr,
-    CO: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    DH: tl.constexpr,
-    DW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    NORM: tl.constexpr,
-    TRUNCATE: tl.constexpr,
-    PART: tl.constexpr,
-):
+    x, g, scale, bounds, out, cut, powers, samples, xn, xc, xh, xw, gn, gc, gh, gw, H: tl.constexpr, W: tl.constexpr,
+    OH: tl.constexpr, OW: tl.constexpr, CI: tl.constexpr, CIP: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, GROUPS: tl.constexpr, COPIES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_Q: tl.constexpr, NORM: tl.constexpr, TRUNCATE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BLOCK_O, BLOCK_J), dtype=tl.float64)
@@ -295,7 +158,7 @@ def _conv_clipped_sum(
 
 
 class _Launch(NamedTuple):
-    """The size of a grid and what every kernel here is told."""
+    """Hold the size of a grid and what every kernel here is told."""
 
     m: int
     tiles: int
@@ -319,7 +182,7 @@ def _launch(x: Tensor, g: Tensor, geometry: Geometry, widest: int) -> _Launch:
 
 
 class Standardised(NamedTuple):
-    """What a standardised weight makes of the gradient G of the kernels used: factor * (G - shift - slope * unit).
+    """Hold what makes of the gradient G of the kernels used that of a weight: factor * (G - shift - slope * unit).
 
     All in float32: factor, a number for every output channel; unit, out x kernel x (in / groups); shift and slope, of
     every sample and output channel.
@@ -334,7 +197,7 @@ class Standardised(NamedTuple):
 def conv_weight(
     x: Tensor, g: Tensor, geometry: Geometry, standardised: Standardised | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every sample's gradient, and the sum of squares of what was written for each, in float64.
+    """Compute every sample's gradient, and the sum of squares of what was written for each, in float64.
 
     Args:
         x: m * copies images, channels second; g: the gradient of the loss with respect to the layer's output.
@@ -353,7 +216,7 @@ def conv_weight(
 
 
 def conv_powers(x: Tensor, g: Tensor, geometry: Geometry, norm: int) -> Tensor:
-    """Of every sample's gradient the sum of |coordinate|^norm, in float64."""
+    """Measure every sample's gradient: the sum of |coordinate|^norm, in float64."""
     m, tiles, block_o, arguments = _launch(x, g, geometry, 64)
     out = torch.empty(m, tiles * block_o, dtype=torch.float64, device=x.device)
     _conv_powers[(m, tiles)](x, g, out, *arguments, norm, num_warps=4)
@@ -366,7 +229,7 @@ _PART = 64  # samples that a program adds up, at most
 def conv_clipped_sum(
     x: Tensor, g: Tensor, geometry: Geometry, scale: Tensor, bound: Tensor | None, norm: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``clipping.clipped_sum`` of what ``conv_weight`` would write, and what ``conv_powers`` says of it.
+    """Sum as ``clipping.clipped_sum`` what ``conv_weight`` would write, and what ``conv_powers`` says of it.
 
     Returns:
         The sum, out x kernel x (in / groups); coordinates cut of every sample; the power of every sample, measured on

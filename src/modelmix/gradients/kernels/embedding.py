@@ -22,18 +22,7 @@ def _shared_out(rows: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _sizes(
-    image,
-    residual,
-    shorter,
-    smaller,
-    bounds,
-    out,
-    width,
-    splits,
-    BLOCK: tl.constexpr,
-    TURNS: tl.constexpr,
-):
+def _sizes(image, residual, shorter, smaller, bounds, out, width, splits, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     a = tl.load(shorter + m)
@@ -65,7 +54,7 @@ def _sizes(
 def sizes(
     image: Tensor, residual: Tensor, shorter: Tensor, smaller: Tensor, bound: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(norm, top coordinate) of every row of shorter * image, and of that plus the truncated smaller * residual.
+    """Measure (norm, top coordinate) of every row of shorter * image, and of that plus the cut smaller * residual.
 
     Everything is measured in float64; what is not a number makes its norm none.
 
@@ -83,19 +72,9 @@ def sizes(
 
 @triton.jit
 def _excess(
-    gradients,
-    residual,
-    shorter,
-    smaller,
-    out,
-    width,
-    pitch,
-    splits,
-    limit,
-    bound,
-    BLOCK: tl.constexpr,
+    gradients, residual, shorter, smaller, out, width, pitch, splits, limit, bound, BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
-):
+):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     a = tl.load(shorter + m).to(tl.float32)

@@ -10,27 +10,9 @@ from torch import Tensor
 
 @triton.jit
 def _group_norm(
-    x,
-    weight,
-    bias,
-    y,
-    means,
-    scales,
-    xn,
-    xc,
-    xh,
-    xw,
-    yn,
-    yc,
-    yh,
-    yw,
-    eps,
-    W: tl.constexpr,
-    P: tl.constexpr,
-    C: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weight, bias, y, means, scales, xn, xc, xh, xw, yn, yc, yh, yw, eps, W: tl.constexpr, P: tl.constexpr,
+    C: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
     x += n * xn
@@ -70,32 +52,9 @@ def _group_norm(
 
 @triton.jit
 def _group_norm_backward(
-    x,
-    g,
-    weight,
-    means,
-    scales,
-    dx,
-    dweight,
-    dbias,
-    xn,
-    xc,
-    xh,
-    xw,
-    gn,
-    gc,
-    gh,
-    gw,
-    dn,
-    dc,
-    dh,
-    dw,
-    W: tl.constexpr,
-    P: tl.constexpr,
-    C: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, g, weight, means, scales, dx, dweight, dbias, xn, xc, xh, xw, gn, gc, gh, gw, dn, dc, dh, dw, W: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
     x += n * xn
@@ -142,7 +101,7 @@ _TILE = 4096  # values of an image that a program of eight warps holds at once
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """GroupNorm of images whose numbers of channels and groups are powers of two, and every group's mean and scale."""
+    """Run GroupNorm on images whose numbers of channels and groups are powers of two; also give means and scales."""
     n, channels, height, width = x.shape
     y = torch.empty_like(x)
     mean, scale = (torch.empty(n, groups, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -154,7 +113,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float)
 def group_norm_backward(
     x: Tensor, g: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the image, and for every image those of the weight and the bias, in float32."""
+    """Compute the gradient of the image, and for every image those of the weight and the bias, in float32."""
     n, channels, height, width = x.shape
     dx = torch.empty_like(x)
     dweight, dbias = (torch.empty(n, channels, dtype=torch.float32, device=x.device) for _ in range(2))

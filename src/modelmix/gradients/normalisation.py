@@ -14,7 +14,7 @@ Collect = Callable[[Tensor, Tensor], None]
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, collect: Collect) -> Tensor:
-    """As ``F.group_norm``; ``collect`` is given the gradients of weight and bias, one row for every row of x."""
+    """Compute ``F.group_norm``; ``collect`` is given the gradients of weight and bias, one row for every row of x."""
     out: Tensor = _GroupNorm.apply(x, weight, bias, groups, eps, collect)  # type: ignore[no-untyped-call]
     return out
 

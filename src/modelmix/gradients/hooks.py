@@ -1,11 +1,11 @@
 """The hook engine: one ordinary forward and backward pass of the batch, per-sample gradients layer by layer.
 
-It rests on the model treating every sample alone, which ``trace.ProvedPass`` proves before any sample is looked at.
+It rests on the model treating every sample alone, which ``ProvedPass`` proves before any sample is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,24 +18,27 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
-from modelmix.gradients import kernels
-from modelmix.gradients.engines import attention, normalisation
-from modelmix.gradients.engines.layers import (
+from modelmix.gradients import attention, forms, kernels, normalisation
+from modelmix.gradients.batch import Batch, Loss, PassResult
+from modelmix.gradients.forms import DenseGradients, Gradients
+from modelmix.gradients.layers import (
+    LayerCall,
     Values,
-    any_layer,
+    add_up,
     cannot_follow,
-    frozen,
+    freeze_settings,
+    is_ours,
     is_standardised,
     linear,
     rule_for,
     standardised,
+    vjp_rule,
 )
-from modelmix.gradients.engines.universal import Loss, call_at, one_number
-from modelmix.gradients.gradients import Dense, Gradients
+from modelmix.gradients.vmap import call_model_at, to_scalar
 
 
 class _Patch:
-    """Another forward for one module, until it is removed."""
+    """Give one module another forward, until it is removed."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
@@ -45,7 +48,7 @@ class _Patch:
         self._module.__dict__.pop("forward", None)
 
 
-def has_group_norm_kernel(module: nn.Module, trained: Mapping[str, str]) -> TypeGuard[nn.GroupNorm]:
+def may_use_group_norm_kernel(module: nn.Module, trained: Mapping[str, str]) -> TypeGuard[nn.GroupNorm]:
     """Whether it is worth asking, input by input, for our kernel: weight and bias are both trained, or neither is."""
     if type(module) is not nn.GroupNorm or set(trained) not in ({"weight", "bias"}, set()):
         return False
@@ -56,43 +59,17 @@ def _on_device(t: Tensor) -> bool:
     return t.is_cuda
 
 
-@dataclass(frozen=True)
-class Use:
-    """One use of a layer: all that is needed to write its gradients down.
-
-    Args:
-        names: of its trained parameters; how the model calls each.
-        rule: gradients by the layer's own names, from the values of its parameters and what was seen.
-        seen: from what, besides the values of the parameters.
-    """
-
-    names: Mapping[str, str]
-    rule: Callable[..., dict[str, Gradients]]
-    seen: tuple[Tensor, ...]
-
-    def gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Gradients]:
-        """By the names of the model, whose parameters have these values."""
-        with torch.no_grad():
-            found = self.rule({own: parameters[name].detach() for own, name in self.names.items()}, *self.seen)
-        return {name: found[own] for own, name in self.names.items()}
-
-
-def _is_ours(rule: Callable[..., Any]) -> bool:
-    """Whether nothing of the user's runs when gradients are computed by this rule."""
-    return not isinstance(rule, partial) or rule.func is not any_layer
-
-
 class Capture:
-    """Listens to the trained layers and collects the per-sample gradient of every parameter.
+    """Listen to the trained layers and collect the per-sample gradient of every parameter.
 
-    Gradients add up over several uses of a layer, several layers that share a parameter, and several backward passes.
+    Gradients add up over several calls of a layer, several layers that share a parameter, and several backward passes.
 
     Args:
         model: the model.
         samples: among which the rows of a layer's input are divided evenly, in order; None: every row is a sample.
         parameters: the values the model is run with, none of which requires a gradient; the first outputs that depend
             on them then become ``leaves`` of the graph. None: the model runs with parameters of its own, which do.
-        later: keeps ``uses`` and computes no gradient.
+        later: keeps ``calls`` and computes no gradient.
     """
 
     def __init__(
@@ -104,7 +81,7 @@ class Capture:
         later: bool = False,
     ) -> None:
         self.gradients: dict[str, Gradients] = {}
-        self.uses: list[Use] = []
+        self.calls: list[LayerCall] = []
         self.leaves: list[Tensor] = []
         self.samples = samples
         self._parameters, self._later = parameters, later
@@ -132,7 +109,7 @@ class Capture:
             patched = "forward" in vars(module)  # by someone else, who knows what it computes
             if type(module) is nn.MultiheadAttention and not patched:
                 handles.append(_Patch(module, partial(attention.forward, module, self._project)))
-            elif has_group_norm_kernel(module, own) and not patched:
+            elif may_use_group_norm_kernel(module, own) and not patched:
                 handles.append(_Patch(module, partial(self._group_norm, module)))
             elif own and is_standardised(module) and not patched and _on_device(module.weight):
                 handles.append(_Patch(module, partial(self._standardised, module)))
@@ -151,11 +128,11 @@ class Capture:
         if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
             raise cannot_follow(module, "it needs layers of one tensor in and one out")
         rule = rule_for(module)
-        known = partial(any_layer, module) if rule is None else partial(rule, frozen(module))
+        known = partial(vjp_rule, module) if rule is None else partial(rule, freeze_settings(module))
         return self._follow(module, arguments[0], output, known)
 
     def _project(self, layer: nn.Module, x: Tensor, weight: str, bias: str, rows: slice) -> Tensor:
-        """Some rows of a matrix of ``layer`` times x, for modules that use their matrices without calling layers."""
+        """Multiply some rows of a matrix of ``layer`` by x, for modules that use matrices without calling layers."""
         w, b = getattr(layer, weight), getattr(layer, bias)
         output = F.linear(x, w[rows], None if b is None else b[rows])
         if not torch.is_grad_enabled() or not self._trained[layer]:
@@ -170,8 +147,8 @@ class Capture:
                 return {weight: found["weight"], bias: found["bias"]}
             above, below = start, height - stop
             return {
-                weight: Dense(F.pad(found["weight"].dense(), (0, 0, above, below))),
-                bias: Dense(F.pad(found["bias"].dense(), (above, below))),
+                weight: DenseGradients(F.pad(found["weight"].dense(), (0, 0, above, below))),
+                bias: DenseGradients(F.pad(found["bias"].dense(), (above, below))),
             }
 
         followed = self._follow(layer, x, output, rule)
@@ -179,16 +156,20 @@ class Capture:
 
     def _group_norm(self, module: nn.GroupNorm, input: Tensor) -> Tensor:
         groups, eps, samples = module.num_groups, module.eps, self.samples or input.shape[0]
-        ours = input.requires_grad and kernels.has_group_norm(input, module.num_channels, groups)
+        ours = (
+            input.requires_grad
+            and forms.has_kernels(input)
+            and kernels.takes_group_norm(input, module.num_channels, groups)
+        )
         if torch.is_grad_enabled() and ours and input.shape[0] % samples == 0:
             copies = int(input.shape[0] // samples)
 
             def rule(values: Values, *found: Tensor) -> dict[str, Gradients]:
-                gradients = (Dense(t.reshape(-1, copies, t.shape[-1]).sum(1)) for t in found)
+                gradients = (DenseGradients(t.reshape(-1, copies, t.shape[-1]).sum(1)) for t in found)
                 return dict(zip(("weight", "bias"), gradients, strict=True))
 
             def collect(*found: Tensor) -> None:
-                self._add(Use(self._trained[module], rule, found))
+                self._add(LayerCall(self._trained[module], rule, found))
 
             channels = module.num_channels
             weight = input.new_ones(channels) if module.weight is None else module.weight.detach()
@@ -199,7 +180,7 @@ class Capture:
         return output if followed is None else followed
 
     def _standardised(self, module: Any, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not kernels.has_kernels(input) or input.dim() != 4:
+        if not torch.is_grad_enabled() or not forms.has_kernels(input) or input.dim() != 4:
             output: Tensor = type(module).forward(module, input)
             followed = self._forward(module, (input,), {}, output)
             return output if followed is None else followed
@@ -213,24 +194,24 @@ class Capture:
         followed = self._follow(module, input, output, partial(standardised, module), known)
         return output if followed is None else followed
 
-    def _add(self, use: Use) -> None:
+    def _add(self, call: LayerCall) -> None:
         if self._later:
-            if use.names:
-                self.uses.append(use if _is_ours(use.rule) else self._taken(use))
+            if call.names:
+                self.calls.append(call if is_ours(call.rule) else self._taken(call))
             return
-        for name, found in use.gradients(self._own if self._parameters is None else self._parameters).items():
+        for name, found in call.gradients(self._own if self._parameters is None else self._parameters).items():
             self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
 
-    def _taken(self, use: Use) -> Use:
-        """The same gradients, computed now: a rule that runs the model's own code must be part of the pass."""
+    def _taken(self, call: LayerCall) -> LayerCall:
+        """Compute the gradients now: a rule that runs the model's own code must be part of the pass."""
         assert self._parameters is not None
-        found = use.rule({own: self._parameters[name] for own, name in use.names.items()}, *use.seen)
-        names = {own: name for own, name in use.names.items() if own in found}
+        found = call.rule({own: self._parameters[name] for own, name in call.names.items()}, *call.seen)
+        names = {own: name for own, name in call.names.items() if own in found}
 
         def given(values: Values, *found: Tensor) -> dict[str, Gradients]:
-            return {own: Dense(g) for own, g in zip(names, found, strict=True)}
+            return {own: DenseGradients(g) for own, g in zip(names, found, strict=True)}
 
-        return Use(names, given, tuple(found[own].dense() for own in names))
+        return LayerCall(names, given, tuple(found[own].dense() for own in names))
 
     def _follow(
         self,
@@ -240,7 +221,7 @@ class Capture:
         rule: Callable[..., dict[str, Gradients]],
         known: tuple[Tensor, ...] = (),
     ) -> Tensor | None:
-        """Collects gradients when the backward pass reaches the output; returns what must take its place, if any.
+        """Collect gradients when the backward pass reaches the output; return what must take its place, if any.
 
         Args:
             rule: of the values of parameters, what is known, input, gradient of the output and copies of a sample.
@@ -259,14 +240,14 @@ class Capture:
             if x._version != version:
                 raise ModelMixError(
                     f"the input of {type(module).__name__} was changed in place after it was used; "
-                    'make that operation out of place or use engine="universal".'
+                    'make that operation out of place or use engine="vmap".'
                 )
             if x.dim() == 0 or x.shape[0] % samples or g.shape[:1] != x.shape[:1]:
                 raise cannot_follow(
                     module, f"its input of shape {tuple(x.shape)} is not {samples} samples, samples first"
                 )
             seen = (*known, x.to(g.dtype) if x.is_floating_point() else x, g.detach())
-            self._add(Use(self._trained[module], partial(rule, copies=int(x.shape[0] // samples)), seen))
+            self._add(LayerCall(self._trained[module], partial(rule, copies=int(x.shape[0] // samples)), seen))
 
         if output.requires_grad:
             output.register_hook(collect)  # type: ignore[no-untyped-call]
@@ -274,57 +255,47 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one forward and backward pass over a chunk leaves behind.
+class ObservedPass:
+    """Hold what one forward and backward pass over a batch leaves behind.
 
     Args:
         outputs: of the model.
         losses: of every row.
-        uses: what gradients can be computed from, layer by layer.
+        calls: what gradients can be computed from, layer by layer.
     """
 
     outputs: Any
     losses: Tensor
-    uses: list[Use]
+    calls: list[LayerCall]
 
 
-def run(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int) -> Pass:
-    """Run the model on a chunk and keep what its layers saw. Whether samples meet is for the caller to know."""
+def observe(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Batch) -> ObservedPass:
+    """Run the model on a batch and keep what its layers saw. Whether samples meet is for the caller to know."""
     fixed = {name: value.detach() for name, value in parameters.items()}
-    samples = tree_leaves(inputs)[0].shape[0] // copies
+    copies = batch.rows_per_sample
+    samples = tree_leaves(batch.inputs)[0].shape[0] // copies  # a symbol while it is traced, of which nobody asks
     capture = Capture(model, samples=samples, parameters=fixed, later=True)
     with torch.enable_grad(), capture.listening():
-        outputs = call_at(model, fixed, inputs)
-        each = _of_each(loss, outputs, targets)
+        outputs = call_model_at(model, fixed, batch.inputs)
+        each = _of_each(loss, outputs, batch.targets)
         if each.requires_grad and capture.leaves:
             share = torch.full_like(each, 1 / copies)
             torch.autograd.grad(each, capture.leaves, share, allow_unused=True)
-    return Pass(tree_map(_detached, outputs), each.detach(), capture.uses)
+    return ObservedPass(tree_map(_detached, outputs), each.detach(), capture.calls)
 
 
-def per_sample(
-    model: nn.Module, loss: Loss, parameters: dict[str, Tensor], inputs: Any, targets: Any, copies: int
-) -> dict[str, Gradients]:
-    """The gradient of every sample by a pass that nobody has proved anything about: for synthetic samples only."""
-    uses = run(model, loss, parameters, inputs, targets, copies).uses
-    return add_up(use.gradients(parameters) for use in uses)
+def per_sample(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Batch) -> PassResult:
+    """Compute the gradient of every sample by a pass that nobody has proved anything about: for synthetic samples."""
+    calls = observe(model, loss, parameters, batch).calls
+    return PassResult(add_up(call.gradients(parameters) for call in calls))
 
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def add_up(found: Iterable[dict[str, Gradients]]) -> dict[str, Gradients]:
-    """Add the gradients of several uses of a parameter; one that is not used is missing."""
-    total: dict[str, Gradients] = {}
-    for one in found:
-        for name, g in one.items():
-            total[name] = total[name] + g if name in total else g
-    return total
-
-
 def _of_each(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    """The loss of every row."""
+    """Compute the loss of every row."""
     if _is_cross_entropy(loss) and isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1:
         known = loss if isinstance(loss, nn.CrossEntropyLoss) else nn.CrossEntropyLoss()
         return F.cross_entropy(
@@ -332,7 +303,7 @@ def _of_each(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         )
     # Every sample as a batch of one, so that a loss written for batches can be mapped over samples.
     rows = tree_map(lambda t: t[:, None], (outputs, targets))
-    found: Tensor = vmap(lambda o, t: one_number(loss(o, t)), randomness="different")(*rows)
+    found: Tensor = vmap(lambda o, t: to_scalar(loss(o, t)), randomness="different")(*rows)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A chunk of fixed shape, traced once from its samples to what is wanted of it, compiled, and replayed.
+"""Trace batches of a fixed shape once, from their samples to what is wanted of them, compile that, and replay it.
 
 Python runs during tracing only. The trace holds the forward pass, the backward pass, per-sample gradients and clipping
 as one line of operations, which the compiler fuses; on a GPU one graph launch replays them all.
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from modelmix.gradients.clipping import Clip, ClippedSum
-from modelmix.gradients.engines.chunk import rows
-from modelmix.gradients.engines.hooks import Use
-from modelmix.gradients.engines.unwritten import OfUses
-from modelmix.gradients.gradients import Dense, Gradients, Unwritten
+from modelmix.gradients.batch import Batch
+from modelmix.gradients.clip import Clip, ClippedSum
+from modelmix.gradients.forms import DenseGradients, Gradients
+from modelmix.gradients.layers import LayerCall
+from modelmix.gradients.lazy import FromLayerCalls, LazyGradients
+from modelmix.gradients.trace import one_line
 
 _TOLERANCE = 1e-2  # rounding to float32 in another order, through many layers
 _CHECKED = 32  # samples on which both are compared
@@ -31,22 +32,19 @@ _BACKEND = "inductor"
 Stamps = list[tuple[Tensor, int]]
 """Tensors, and how often each had been written to."""
 
-Take = Callable[[dict[str, Tensor], Any, Any], list[Gradients]]
-"""The gradients of the samples of a chunk, given as parameters, inputs and targets."""
+Values = dict[str, Tensor]
+"""Parameters by name."""
 
-See = Callable[[dict[str, Tensor], Any, Any], list[Use]]
-"""What the layers see of a chunk, given in the same way."""
-
-Reference = Callable[[slice, Tensor, Clip], ClippedSum]
-"""The sum of some rows of a chunk, given with the weights of their samples, uncompiled and in full precision."""
+Reference = Callable[[int, Clip], ClippedSum]
+"""The sum of the first samples of a batch, as many as are given, uncompiled and in full precision."""
 
 
-class UnfitError(Exception):
-    """This model cannot be compiled, or not rightly."""
+class CompilationRejected(Exception):  # noqa: N818, the compiler's word for it
+    """A model cannot be compiled, or what was compiled gives another sum."""
 
 
-class Line:
-    """A function of tensors, for the shapes of the first ones.
+class CompiledGraph:
+    """Trace a function of tensors for the shapes of the first ones, compile it, and replay it.
 
     Args:
         function: nothing in it looks at a value.
@@ -68,8 +66,7 @@ class Line:
             else:
                 break
         else:
-            said = " ".join(str(problem).split())
-            raise UnfitError(f"{type(problem).__name__}: {said[:200]}") from problem
+            raise CompilationRejected(f"{type(problem).__name__}: {one_line(problem)}") from problem
 
     def _prepare(self, function: Callable[..., tuple[Tensor, ...]], case: Any, layout: torch.memory_format) -> None:
         def laid_out(t: Tensor) -> Tensor:
@@ -89,7 +86,7 @@ class Line:
         self._compute()
 
     def capture(self) -> None:
-        """One graph of all kernels; what asks the device something on its way cannot be captured, and runs as it is."""
+        """Capture all kernels in one CUDA graph; what asks the device something on its way runs as it is."""
         if not self._on_gpu or self.draws:  # a replay would repeat its draws
             return
         graph = torch.cuda.CUDAGraph()
@@ -105,7 +102,7 @@ class Line:
             self._graph = graph
 
     def __call__(self, steady: Any, *rest: Any) -> tuple[Tensor, ...]:
-        """What the function returns; the next call may write over it."""
+        """Return what the function returns; the next call may write over it."""
         leaves, own = tree_leaves(steady), tree_leaves(self._case[0])
         stamps = [(t, t._version) for t in leaves]
         changed = [i for i, now in enumerate(stamps) if not self._steady or not _same(now, self._steady[i])]
@@ -130,113 +127,94 @@ class Line:
         return out
 
 
-class Compiled:
-    """The clipped sum for chunks of the shapes of the first one.
+class CompiledSum:
+    """Sum clipped gradients for batches of the shapes of the first one.
 
     Args:
-        take: the gradients of a chunk at given parameters, uncompiled.
-        parameters, inputs, targets, weights: the first chunk, of which every sample is ``copies`` rows.
-        reference: of the first chunk.
+        take: the gradients of a batch at given parameters, uncompiled.
+        parameters, batch: the first batch.
+        reference: of the first batch.
     """
 
     def __init__(
         self,
-        take: Take,
-        parameters: dict[str, Tensor],
-        inputs: Any,
-        targets: Any,
-        weights: Tensor,
+        take: Callable[[Values, Batch], list[Gradients]],
+        parameters: Values,
+        batch: Batch,
         clip: Clip,
-        copies: int,
         reference: Reference,
     ) -> None:
-        def line(steady: Any, inputs: Any, targets: Any, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            parameters, limits = steady
-            return clip.at_once(take(parameters, inputs, targets), weights, *limits)
+        def traced(steady: Any, inputs: Any, targets: Any, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            values, limits = steady
+            gradients = take(values, Batch(inputs, targets, weights, batch.rows_per_sample))
+            return clip.sum_traceable(gradients, weights, *limits)
 
         # First as it is, on some samples: what is decided by measuring is decided then, for a trace cannot measure.
-        few = slice(_CHECKED * copies)
-        plain = clip.sum(take(parameters, *tree_map(lambda t: t[few], (inputs, targets))), weights[:_CHECKED])
+        few, weights = batch.part(slice(_CHECKED)), batch.sample_weights
+        plain = clip.sum(take(parameters, few), few.sample_weights)
         self._clip, self._limits = clip, clip.limits_on(weights.device)
-        self._line = Line(line, (parameters, self._limits), inputs, targets, weights)
-        if not self._line.draws:
+        self._graph = CompiledGraph(traced, (parameters, self._limits), batch.inputs, batch.targets, weights)
+        if not self._graph.draws:
             some = weights.clone()
             some[_CHECKED:] = 0
-            mine = self(parameters, inputs, targets, some, clip)
-            require_equal(mine, plain, reference(few, weights[:_CHECKED], clip))
-        self._line.capture()
+            require_equal(self(parameters, replace(batch, weights=some), clip), plain, reference(_CHECKED, clip))
+        self._graph.capture()
 
     @property
     def draws(self) -> bool:
-        return self._line.draws
+        """Whether a pass draws random numbers."""
+        return self._graph.draws
 
-    def __call__(
-        self, parameters: dict[str, Tensor], inputs: Any, targets: Any, weights: Tensor, clip: Clip
-    ) -> ClippedSum:
+    def __call__(self, parameters: Values, batch: Batch, clip: Clip) -> ClippedSum:
+        weights = batch.sample_weights
         if clip != self._clip:
             self._clip, self._limits = clip, clip.limits_on(weights.device)
-        total, norms, cut = (t.clone() for t in self._line((parameters, self._limits), inputs, targets, weights))
+        found = self._graph((parameters, self._limits), batch.inputs, batch.targets, weights)
+        total, norms, cut = (t.clone() for t in found)
         return ClippedSum(total, norms, cut, weights > 0)
 
 
-class CompiledUses:
-    """What the layers see of chunks of the shapes of the first one; gradients are computed from it, uncompiled.
+class CompiledLayerCalls:
+    """Return what the layers see of batches of the shapes of the first one; gradients come of it, uncompiled.
 
     Args:
-        see: the uses of layers in a chunk, given as parameters, inputs and targets.
-        parameters, inputs, targets, copies, reference: as of ``Compiled``.
+        see: the calls of layers in a batch, at given parameters.
+        parameters, batch, reference: as of ``CompiledSum``.
     """
 
     _CLIP = Clip(1.0)
 
     def __init__(
-        self,
-        see: See,
-        parameters: dict[str, Tensor],
-        inputs: Any,
-        targets: Any,
-        copies: int,
-        reference: Reference,
+        self, see: Callable[[Values, Batch], list[LayerCall]], parameters: Values, batch: Batch, reference: Reference
     ) -> None:
-        def line(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> tuple[Tensor, ...]:
-            uses = see(parameters, inputs, targets)
-            self._uses = [(replace(use, seen=()), len(use.seen)) for use in uses]
-            return tuple(t for use in uses for t in use.seen)
+        def traced(values: Values, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+            calls = see(values, replace(batch, inputs=inputs, targets=targets))
+            self._calls = [(replace(call, seen=()), len(call.seen)) for call in calls]
+            return tuple(t for call in calls for t in call.seen)
 
-        few, self._samples = slice(_CHECKED * copies), rows((inputs, targets)) // copies
-        count = min(_CHECKED, self._samples)
-        some = tree_map(lambda t: t[few], (inputs, targets))
-        plain = self._summed(OfUses(see(parameters, *some), parameters, count))
-        self._line = Line(line, parameters, inputs, targets)
-        if not self._line.draws:
-            mine = self._summed(self(parameters, inputs, targets).first(count))
-            ones = torch.ones(count, dtype=torch.float64, device=plain.total.device)
-            require_equal(mine, plain, reference(few, ones, self._CLIP))
-        self._line.capture()
+        few, self._samples = batch.part(slice(_CHECKED)), batch.samples
+        plain = self._summed(FromLayerCalls(see(parameters, few), parameters, few.samples))
+        self._graph = CompiledGraph(traced, parameters, batch.inputs, batch.targets)
+        if not self._graph.draws:
+            mine = self._summed(self(parameters, batch).first(few.samples))
+            require_equal(mine, plain, reference(few.samples, self._CLIP))
+        self._graph.capture()
 
-    def __call__(self, parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Unwritten:
-        """The next call may write over them."""
-        found = iter(self._line(parameters, inputs, targets))
-        uses = [replace(use, seen=tuple(islice(found, count))) for use, count in self._uses]
-        return OfUses(uses, self._line.steady, self._samples)
+    def __call__(self, parameters: Values, batch: Batch) -> LazyGradients:
+        """Return gradients that the next call may write over."""
+        found = iter(self._graph(parameters, batch.inputs, batch.targets))
+        calls = [replace(call, seen=tuple(islice(found, count))) for call, count in self._calls]
+        return FromLayerCalls(calls, self._graph.steady, self._samples)
 
-    def _summed(self, gradients: Unwritten) -> ClippedSum:
-        """Of few samples."""
+    def _summed(self, gradients: LazyGradients) -> ClippedSum:
         sizes = [p.numel() for p in gradients.parameters.values()]
         kind = torch.promote_types(next(iter(gradients.parameters.values())).dtype, torch.float32)
-        found = Dense(gradients.columns(slice(0, sum(sizes)), kind, sum(sizes)))
+        found = DenseGradients(gradients.columns(slice(0, sum(sizes)), kind, sum(sizes)))
         return self._CLIP.sum([found], torch.ones(found.samples, dtype=torch.float64, device=found.device))
 
 
-def key(parameters: dict[str, Tensor], *rest: Any) -> Any:
-    """Equal for chunks that the same trace serves."""
-    leaves, form = tree_flatten(rest)
-    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in leaves)
-    return shapes, str(form), tuple((name, p.dtype) for name, p in parameters.items())
-
-
 def require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> None:
-    """What a compiler or a kernel does to a model is trusted after it has shown the same sum as the model itself.
+    """Trust what a compiler or a kernel does to a model after it has shown the same sum as the model itself.
 
     Args:
         exact: the sum in the precision of the given parameters. In less precision a sum can be far from it, and two
@@ -248,7 +226,9 @@ def require_equal(mine: ClippedSum, plain: ClippedSum, exact: ClippedSum) -> Non
         allowed = 2 * (there - right).norm() + _TOLERANCE * right.norm()
         off = (here - right).norm()
         if not bool(off <= allowed):
-            raise UnfitError(f"the sum is off by {float(off):.2g} where {float(allowed):.2g} would be rounding")
+            raise CompilationRejected(
+                f"the sum is off by {float(off):.2g} where {float(allowed):.2g} would be rounding"
+            )
 
 
 def same_tensors(a: Stamps, b: Stamps) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
 from torch import Tensor, nn
 
-from modelmix.gradients.engines.layers import cannot_follow
+from modelmix.gradients.layers import cannot_follow
 
 
 class Project(Protocol):
@@ -30,7 +30,7 @@ def forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the module computes, with every projection done by ``project``."""
+    """Compute what the module computes, with every projection done by ``project``."""
     if query.dim() != 3 or module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         raise cannot_follow(module, "it needs batches, and no bias_k, bias_v or add_zero_attn")
     if is_causal and attn_mask is None:
@@ -82,7 +82,7 @@ def _projected(
 
 
 def _mask(attention: Tensor | None, padding: Tensor | None, n: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, n x heads x length x keys or a shape that expands to it."""
+    """Return what is added to the scores, n x heads x length x keys or a shape that expands to it."""
 
     def added(mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool:

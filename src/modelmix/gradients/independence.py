@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from modelmix.errors import UnprovedError
-from modelmix.gradients.gradients import Gradients
+from modelmix.gradients.device import preserve_torch_rng
+from modelmix.gradients.forms import Gradients
 from modelmix.gradients.memory import ALONE
-from modelmix.gradients.torch_rng import draws_apart
 
 _TIMES = 4  # what alternates with a short period is seen before the first private sample
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}  # sums may be taken in another order
 
 
-class SampleAlone:
-    """The gradients of synthetic samples at fixed weights and fixed draws, which may never change.
+class IndependenceProbe:
+    """Compare the gradients of synthetic samples, at fixed weights and draws, with what they were at first.
 
     A model that remembers earlier samples, wherever it keeps them (a script module, an extension, a context variable),
     computes another gradient for a sample that comes later. Contents that Python can reach are compared elsewhere, see
@@ -62,7 +62,7 @@ class SampleAlone:
                 )
 
     def _now(self, gradients: Callable[[], dict[str, Gradients]]) -> dict[str, Tensor]:
-        with draws_apart(self._device):
+        with preserve_torch_rng(self._device):
             torch.manual_seed(0)
             return {name: g.dense().detach().clone() for name, g in gradients().items()}
 

@@ -21,26 +21,34 @@ from torch import Tensor
 from modelmix._checks import positive, whole
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import ModelMixError
-from modelmix.gradients.gradients import Dense, Gradients
+from modelmix.gradients.forms import DenseGradients, Gradients
 
 MARGIN = 2.0**-20
 
 _SMALLEST = 1e-100  # a gradient that would have to be clipped to less can have squares that are no longer numbers
 _SMALLEST_FLOAT = 1e-30  # the same where gradients are scaled in float32
 _FINEST = 2.0**-100  # of what float32 can scale by with full precision, with room for the products
-_CACHE = 4 * 2**20  # bytes of float64 that a processor core works on at once
+_CACHE = 4 * 2**20  # bytes of float64 that a CPU core works on at once
 _FEW = 4  # samples at a time, below which a block is not worth its overhead
 _NARROW = 4096  # coordinates below which a parameter is not worth a pass of its own
 
 
 @dataclass(frozen=True)
 class Clip:
-    """How one sample's gradient is bounded.
+    """Bound one sample's gradient: its norm by c, then every coordinate by c/sqrt(p).
 
     Args:
         c: the bound on its norm.
         p: every coordinate is at most c/sqrt(p) afterwards; 1 is no truncation.
         norm: 2 for Gaussian noise, 1 for Laplace noise.
+
+    Raises:
+        ModelMixError: if c is not positive and finite, p no whole number from 1 on, or norm another one.
+
+    >>> import torch
+    >>> gradients = [torch.tensor([[3.0, 4.0], [0.3, 0.4]])]  # two samples of one parameter
+    >>> Clip(1.0).sum(gradients, torch.ones(2)).total.round(decimals=4)
+    tensor([0.9000, 1.2000], dtype=torch.float64)
     """
 
     c: float
@@ -57,7 +65,7 @@ class Clip:
 
     @classmethod
     def of(cls, mechanism: Mechanism, c: float) -> Clip:
-        """The clip that a mechanism's proof asks for."""
+        """Return the clip that a mechanism's proof asks for."""
         return cls(c, mechanism.p, mechanism.coordinate_law.norm)
 
     @property
@@ -66,27 +74,26 @@ class Clip:
 
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | Gradients], weights: Tensor) -> ClippedSum:
-        """The sum of clipped gradients.
+        """Sum clipped gradients.
 
         Args:
             gradients: for every parameter m x (shape), or another form of ``Gradients``; row i belongs to sample i.
             weights: m numbers, 1 for a sample that was drawn and 0 for padding.
         """
         m = weights.shape[0]
-        forms = [g if isinstance(g, Gradients) else Dense(g) for g in gradients]
-        if any(g.samples != m for g in forms):
-            raise ModelMixError(
-                f"gradients of {sorted({g.samples for g in forms})} samples cannot be summed with {m} weights."
-            )
+        forms = [g if isinstance(g, Gradients) else DenseGradients(g) for g in gradients]
+        counts = {g.samples for g in forms}
+        if counts != {m}:
+            raise ModelMixError(f"gradients of {sorted(counts)} samples cannot be summed with {m} weights.")
         weights = weights.to(forms[0].device)
-        how = self._in_blocks if weights.device.type == "cpu" else self.at_once
+        how = self._in_blocks if weights.device.type == "cpu" else self.sum_traceable
         total, norms, truncated = how(forms, weights, *self.limits_on(weights.device))
         return ClippedSum(total, norms, truncated, weights > 0)
 
-    def at_once(
+    def sum_traceable(
         self, gradients: Sequence[Gradients], weights: Tensor, c: Tensor, bound: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum as one straight line of operations; nothing here looks at a value, so a compiler can follow.
+        """Sum by one straight line of operations; nothing here looks at a value, so a compiler can follow.
 
         Args:
             c, bound: see ``limits_on``.
@@ -94,8 +101,8 @@ class Clip:
         Returns:
             The total, and for all m samples the norm and the number of coordinates cut.
         """
-        gradients, order = _together(gradients)
-        gradients = [g.settled() for g in gradients]
+        gradients, order = _side_by_side(gradients)
+        gradients = [g.materialize() for g in gradients]
         powers = torch.stack([g.powers(self.norm) for g in gradients]).sum(0)
         scale = self._scale(powers, weights > 0, c)
         truncated = torch.zeros_like(powers, dtype=torch.int64)
@@ -109,15 +116,15 @@ class Clip:
     def _in_blocks(
         self, gradients: Sequence[Gradients], weights: Tensor, c: Tensor, bound: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``at_once`` for a processor, through one small buffer: widening costs little while it stays in the cache."""
+        """Sum on a CPU, through one small buffer: widening costs little while it stays in the cache."""
         m, drawn = weights.shape[0], weights > 0
         limit = math.inf if self.p == 1 else float(bound)
         powers = torch.zeros_like(weights, dtype=torch.float64)
         truncated = torch.zeros_like(weights, dtype=torch.int64)
         for g in gradients:
-            if not isinstance(g, Dense):
+            if not isinstance(g, DenseGradients):
                 powers += g.powers(self.norm)
-        rows = [g.rows() for g in gradients if isinstance(g, Dense)]
+        rows = [g.rows() for g in gradients if isinstance(g, DenseGradients)]
         blocks = _by_samples if m * sum(r.shape[1] for r in rows) and _fits(rows) else _by_coordinates
         for part, wide in blocks(rows):
             powers[part[0]] += torch.linalg.vector_norm(wide, ord=self.norm, dim=1) ** self.norm
@@ -129,14 +136,14 @@ class Clip:
             if odd:
                 wide[~torch.isfinite(powers[some])] = 0.0
             if limit < math.inf:
-                sample, place, value = _take_out(wide, scale[some], limit)
+                sample, place, value = _take_out_above(wide, scale[some], limit)
                 total[where].index_add_(0, place, value.clamp(-limit, limit))
                 truncated[some] += torch.bincount(sample, minlength=len(wide))
             total[where] += scale[some] @ wide
         sums = iter(torch.split(total, [r.shape[1] for r in rows]))
         found: list[Tensor] = []
         for g in gradients:
-            if isinstance(g, Dense):
+            if isinstance(g, DenseGradients):
                 found.append(g.shaped(next(sums)).flatten())
             else:
                 value, cut = g.clipped_sum(scale, limit)
@@ -145,7 +152,7 @@ class Clip:
         return torch.cat(found), self._norms(powers), truncated
 
     def limits_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What norms and coordinates are cut to: the bounds less the margin, as float64 numbers on the device."""
+        """Return what norms and coordinates are cut to: the bounds less the margin, as float64 numbers on a device."""
         if scales_in_float32(device) and self.coordinate_bound < _SMALLEST_FLOAT:
             raise ModelMixError(
                 f"c = {self.c:g} with p = {self.p} is not allowed on {device.type}: c/sqrt(p) must be at least "
@@ -160,15 +167,15 @@ class Clip:
 
     def _scale(self, powers: Tensor, drawn: Tensor, c: Tensor) -> Tensor:
         scale = (c / self._norms(powers).clamp_min(1e-300)).clamp_max(1.0)
-        return torch.where(torch.isfinite(powers) & drawn, usable(scale), 0.0)
+        return torch.where(torch.isfinite(powers) & drawn, flush_tiny_scales(scale), 0.0)
 
 
 def scales_in_float32(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def usable(scale: Tensor) -> Tensor:
-    """Scales as they are used: a gradient 2^100 times too long adds nothing where float32 could not scale it rightly.
+def flush_tiny_scales(scale: Tensor) -> Tensor:
+    """Set a scale below 2^-100 to 0 where float32 scales: a gradient that much too long adds nothing.
 
     Below 2^-126 a float32 has less than its 24 bits, and what is summed would no longer be what was measured.
     """
@@ -180,7 +187,7 @@ Part = tuple[slice, slice]
 
 
 def _room() -> int:
-    """Numbers in float64 that stay in the caches of the cores at work."""
+    """Return how many float64 numbers stay in the caches of the cores at work."""
     return _CACHE * min(4, torch.get_num_threads()) // 8
 
 
@@ -190,7 +197,7 @@ def _fits(rows: list[Tensor]) -> bool:
 
 
 def _by_samples(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """All coordinates of a few samples at a time."""
+    """Yield all coordinates of a few samples at a time."""
     m, sizes = rows[0].shape[0], [r.shape[1] for r in rows]
     block = min(m, _room() // sum(sizes))
     buffer = torch.empty(block, sum(sizes), dtype=torch.float64, device="cpu")
@@ -203,7 +210,7 @@ def _by_samples(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
 
 
 def _by_coordinates(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """Some coordinates of all samples at a time."""
+    """Yield some coordinates of all samples at a time."""
     first = 0
     for r in rows:
         width = max(1, min(r.shape[1], _room() // max(1, r.shape[0])))
@@ -215,8 +222,8 @@ def _by_coordinates(rows: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
         first += r.shape[1]
 
 
-def _take_out(wide: Tensor, scale: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(row, column, scaled value) of the few values that scaling leaves above the limit; zeros stay in their places.
+def _take_out_above(wide: Tensor, scale: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Take out the few values that scaling leaves above the limit, as (row, column, scaled value); zeros stay behind.
 
     Nothing larger than the limit may enter a sum, not even to be taken off again: rounding would remember its size.
     """
@@ -229,9 +236,9 @@ def _take_out(wide: Tensor, scale: Tensor, limit: float) -> tuple[Tensor, Tensor
     return row, column, value
 
 
-def _together(gradients: Sequence[Gradients]) -> tuple[list[Gradients], Callable[[list[Tensor]], Tensor]]:
-    """Narrow gradients side by side in one matrix, and how to put their flat sums back in order: fewer passes."""
-    narrow = {i: g for i, g in enumerate(gradients) if isinstance(g, Dense) and g.values[0].numel() <= _NARROW}
+def _side_by_side(gradients: Sequence[Gradients]) -> tuple[list[Gradients], Callable[[list[Tensor]], Tensor]]:
+    """Put narrow gradients side by side in one matrix, and say how their flat sums come back in order: fewer passes."""
+    narrow = {i: g for i, g in enumerate(gradients) if isinstance(g, DenseGradients) and g.values[0].numel() <= _NARROW}
     if len(narrow) < 2:
         return list(gradients), torch.cat
     wide = [i for i in range(len(gradients)) if i not in narrow]
@@ -244,12 +251,12 @@ def _together(gradients: Sequence[Gradients]) -> tuple[list[Gradients], Callable
             parts[i] = g.shaped(part).flatten()
         return torch.cat([parts[i] for i in range(len(gradients))])
 
-    return [*(gradients[i] for i in wide), Dense(torch.cat(side_by_side, 1))], order
+    return [*(gradients[i] for i in wide), DenseGradients(torch.cat(side_by_side, 1))], order
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A sum of clipped gradients, in float64, and what clipping met on the way.
+    """Hold a sum of clipped gradients, in float64, and what clipping met on the way.
 
     ``norms`` (before clipping) and ``truncated`` (coordinates cut, for every sample) are computed from private data
     without noise: they serve the data holder's diagnostics and nothing else. They are picked out when asked for: on a
@@ -267,8 +274,8 @@ class ClippedSum:
     drawn: Tensor
 
     @classmethod
-    def joined(cls, total: Tensor, parts: Sequence[ClippedSum]) -> ClippedSum:
-        """What clipping met in several parts of one sum."""
+    def concatenate(cls, total: Tensor, parts: Sequence[ClippedSum]) -> ClippedSum:
+        """Put together what clipping met in several parts of one sum."""
 
         def together(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
             return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype, device=total.device)
@@ -280,8 +287,8 @@ class ClippedSum:
             together([part.drawn for part in parts], torch.bool),
         )
 
-    def on_processor(self) -> ClippedSum:
-        """The same with what clipping met in the processor's memory, in one transfer; the sum stays where it is."""
+    def to_cpu(self) -> ClippedSum:
+        """Copy what clipping met to the CPU, in one transfer; the sum stays where it is."""
         if self.total.device.type == "cpu":
             return self
         told = torch.stack([self.every_norm, self.every_cut.double(), self.drawn.double()]).cpu()  # exact below 2^53
@@ -289,8 +296,10 @@ class ClippedSum:
 
     @property
     def norms(self) -> Tensor:
+        """Of the samples that were drawn, before clipping."""
         return self.every_norm[self.drawn]
 
     @property
     def truncated(self) -> Tensor:
+        """How many coordinates of the samples that were drawn were cut."""
         return self.every_cut[self.drawn]

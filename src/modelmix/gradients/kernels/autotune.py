@@ -18,7 +18,7 @@ _REPEATS = 3
 _KNOWN: dict[object, bool] = {}
 
 
-def in_registers(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
+def recomputing_is_faster(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
     """Whether ``conv_powers`` and ``conv_clipped_sum`` are faster than ``conv_weight`` and clipping what it wrote."""
     key = (x.device, x.dtype, x.shape[1:], g.shape[1:], geometry)
     if key not in _KNOWN:

@@ -1,4 +1,4 @@
-"""Rules of ``independence`` for what layers are made of: products, convolutions, norms, pooling, attention, losses."""
+"""Rules of ``dataflow`` for what layers are made of: products, convolutions, norms, pooling, attention, losses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from modelmix.gradients.engines.aten_rules import within_last
-from modelmix.gradients.engines.independence import OPAQUE, PUBLIC, Call, Rows, Value, rule, same_size
+from modelmix.gradients.aten_view_rules import within_last
+from modelmix.gradients.dataflow import OPAQUE, PUBLIC, Call, PerSample, Value, rule, same_size
 
 # Products.
 
@@ -22,10 +22,10 @@ def _product(call: Call, left: str, right: str) -> Value:
     if rank == 3 and (a == 0 or b == 0):  # a list of products, one or several for every sample
         if a != b:
             raise call.refuse("samples meet in a matrix product")
-        return Rows(0)
+        return PerSample(0)
     if a is not None and b is not None:
         raise call.refuse("samples meet in a matrix product")
-    return Rows(rank - 2 if a is not None else rank - 1)
+    return PerSample(rank - 2 if a is not None else rank - 1)
 
 
 @rule("mm", "bmm")
@@ -40,9 +40,9 @@ def product_and_sum(call: Call) -> Value:
     added = call.aligned([call["self"]], len(call.out.shape))
     if added is None:
         return found
-    if isinstance(found, Rows) and found.dim != added:
+    if isinstance(found, PerSample) and found.dim != added:
         raise call.refuse("samples meet by broadcasting")
-    return Rows(added)
+    return PerSample(added)
 
 
 @rule("mv")
@@ -51,7 +51,7 @@ def matrix_vector(call: Call) -> Value:
     where = call.rows_dim("self")
     if where == 1:
         raise call.refuse("a matrix product sums over the batch")
-    return PUBLIC if where is None else Rows(where)
+    return PUBLIC if where is None else PerSample(where)
 
 
 @rule("linear")
@@ -72,7 +72,7 @@ def convolution(call: Call) -> Value:
         return PUBLIC
     if where != 0 or call.rank("input") != call.rank("weight"):
         raise call.refuse("a convolution runs over the batch")
-    return Rows(0)
+    return PerSample(0)
 
 
 @rule("convolution_backward", sizes=("bias_sizes",))
@@ -89,7 +89,7 @@ def _only_first(call: Call) -> list[Any]:
     """The gradient of the input; those of weights are sums over the batch."""
     if any(list(call["output_mask"])[1:]):
         raise call.refuse("the gradient of a weight is summed over the batch")
-    return [Rows(0) if isinstance(t, Tensor) and i == 0 else None for i, t in enumerate(call.out)]
+    return [PerSample(0) if isinstance(t, Tensor) and i == 0 else None for i, t in enumerate(call.out)]
 
 
 # Norms.
@@ -106,7 +106,7 @@ def layer_norm(call: Call) -> list[Any]:
 def layer_norm_backward(call: Call) -> list[Any]:
     call.require_public("weight", "bias")
     found = within_last(call, "grad_out", len(call["normalized_shape"]))
-    if not isinstance(found, Rows):
+    if not isinstance(found, PerSample):
         raise call.refuse()
     for name in ("input", "mean", "rstd"):
         if name in call.arguments:
@@ -130,7 +130,7 @@ def group_norm(call: Call) -> list[Any]:
         return [PUBLIC] * 3
     call.require_rows(0, "input")
     _group_norm_shape(call)
-    return [Rows(0)] * 3
+    return [PerSample(0)] * 3
 
 
 @rule("native_group_norm_backward", sizes=("N",))
@@ -147,7 +147,7 @@ _STATISTICS = ("running_mean", "running_var", "weight", "bias", "save_mean", "sa
 def _channels(call: Call, *images: str) -> bool:
     """Whether every sample has channels of its own, as in instance norm: then statistics are a sample's own too."""
     own = [call.value(n) for n in images]
-    if not any(isinstance(v, Rows) and v.dim == 1 for v in own):
+    if not any(isinstance(v, PerSample) and v.dim == 1 for v in own):
         return False
     call.require_rows(1, *images)
     call.require_rows(0, *(n for n in _STATISTICS if n in call.arguments))
@@ -168,12 +168,12 @@ def batch_norm(call: Call) -> list[Any]:
     if _channels(call, images):
         if training and call.get("running_mean") is not None:
             raise call.refuse("statistics of samples are kept")
-        return [Rows(1), *(Rows(0) if call.growing(t.shape) else OPAQUE for t in call.out[1:3]), *scratch]
+        return [PerSample(1), *(PerSample(0) if call.growing(t.shape) else OPAQUE for t in call.out[1:3]), *scratch]
     if training or call.get("running_mean") is None:
         raise call.refuse("batch norm uses statistics of the batch")
     call.require_public("running_mean", "running_var", "weight", "bias")
     call.require_rows(0, images)
-    return [Rows(0), OPAQUE, OPAQUE, *scratch]
+    return [PerSample(0), OPAQUE, OPAQUE, *scratch]
 
 
 @rule("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")
@@ -183,7 +183,7 @@ def batch_norm_backward(call: Call) -> list[Any]:
     if training:
         if not _channels(call, gradient, "input"):
             raise call.refuse("batch norm uses statistics of the batch")
-        return [None if not isinstance(t, Tensor) else Rows(1 if i == 0 else 0) for i, t in enumerate(call.out)]
+        return [None if not isinstance(t, Tensor) else PerSample(1 if i == 0 else 0) for i, t in enumerate(call.out)]
     call.require_public("running_mean", "running_var", "weight")
     call.require_rows(0, gradient, "input")
     return _only_first(call)
@@ -216,7 +216,7 @@ def _image(call: Call) -> Value:
     if len(found) != 1 or len(ranks) != 1 or OPAQUE in found:
         raise call.refuse(f"{name} of tensors that hold samples in different dimensions")
     (value,), (rank,) = found, ranks
-    if not isinstance(value, Rows) or value.dim >= rank - count:
+    if not isinstance(value, PerSample) or value.dim >= rank - count:
         raise call.refuse(f"{name} runs over the batch")
     return value
 
@@ -239,7 +239,7 @@ def windows(call: Call) -> Value:
         return PUBLIC
     if where != 0 or call.rank("self") != (4 if call.name == "aten::im2col" else 3):
         raise call.refuse()
-    return Rows(0)
+    return PerSample(0)
 
 
 # Losses with one entry for every sample.
@@ -253,7 +253,7 @@ def nll_loss(call: Call) -> list[Any]:
     if call["reduction"] != 0 or call.rank("self") < 2:
         raise call.refuse("a loss reduced over the batch")
     call.require_rows(0, "self", "target")
-    return [Rows(0), OPAQUE]  # the total weight means nothing where losses are not reduced
+    return [PerSample(0), OPAQUE]  # the total weight means nothing where losses are not reduced
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
@@ -262,7 +262,7 @@ def nll_loss_backward(call: Call) -> Value:
     if call["reduction"] != 0 or call.rank("self") < 2:
         raise call.refuse("a loss reduced over the batch")
     call.require_rows(0, "grad_output", "self", "target")
-    return Rows(0)
+    return PerSample(0)
 
 
 # Attention: queries, keys and values of one sample meet each other.
@@ -294,7 +294,7 @@ def attention(call: Call) -> list[Any]:
     found = []
     for i, t in enumerate(call.out):
         own = isinstance(t, Tensor) and call.growing(t.shape) and i < 2
-        found.append(Rows(0) if own else OPAQUE if isinstance(t, Tensor) else None)
+        found.append(PerSample(0) if own else OPAQUE if isinstance(t, Tensor) else None)
     return found
 
 
@@ -307,7 +307,7 @@ def attention_backward(call: Call) -> list[Any]:
     for i, t in enumerate(call.out):
         if i >= 3 and public_mask and isinstance(t, Tensor) and t.numel():
             raise call.refuse("the gradient of a mask is summed over the batch")
-        found.append(None if not isinstance(t, Tensor) else Rows(0) if call.growing(t.shape) else OPAQUE)
+        found.append(None if not isinstance(t, Tensor) else PerSample(0) if call.growing(t.shape) else OPAQUE)
     return found
 
 
@@ -319,4 +319,4 @@ def ours(call: Call) -> Any:
     call.require_public("weight", "bias")
     names = [n for n in call.arguments if n not in ("weight", "bias") and isinstance(call[n], fx.Node)]
     call.require_rows(0, *names)
-    return [Rows(0)] * len(call.out) if isinstance(call.out, tuple | list) else Rows(0)
+    return [PerSample(0)] * len(call.out) if isinstance(call.out, tuple | list) else PerSample(0)

@@ -7,55 +7,63 @@ answers are float64: what is measured and what is summed are the same numbers, w
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from modelmix.errors import ModelMixError
 from modelmix.gradients import kernels
 
 _SLACK = 2.0**-22  # a fraction of the margin that clipping keeps
-_CACHE = 2 * 2**20  # bytes that a processor core works on at once
+_CACHE = 2 * 2**20  # bytes that a CPU core works on at once
 _FEW_ROWS = 64
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether a tensor lies where our kernels run."""
+    return x.is_cuda and x.dtype in kernels.TYPES and kernels.has_triton()
+
+
 class Gradients(ABC):
-    """m gradients of one parameter."""
+    """The gradients of m samples for one parameter."""
 
     @property
     @abstractmethod
-    def samples(self) -> int: ...
+    def stored(self) -> Tensor:
+        """One of the tensors that these gradients are made of, samples first."""
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def samples(self) -> int:
+        """How many samples these are the gradients of."""
+        return self.stored.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.stored.device
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """m x (shape)"""
+        """Write every coordinate down: m x (shape)."""
 
-    def part(self, low: int, high: int) -> Tensor:
-        """m x (high - low): some coordinates of the flattened parameter."""
+    def coordinates(self, low: int, high: int) -> Tensor:
+        """Write some coordinates of the flattened parameter down: m x (high - low)."""
         values = self.dense()
         return values.reshape(self.samples, values.shape[1:].numel())[:, low:high]
 
     @abstractmethod
     def powers(self, norm: int) -> Tensor:
-        """Of every sample, the sum of |coordinate|^norm."""
+        """Measure every sample: the sum of |coordinate|^norm."""
 
     @abstractmethod
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
-        """The sum over samples of scale * gradient with every coordinate cut to +-bound.
+        """Sum scale * gradient over samples, with every coordinate cut to +-bound.
 
         A sample of scale 0 adds nothing, even if its gradient is not finite. The bound is a float64 number on the
-        device, or a plain one on a processor, where infinity is no bound.
+        device, or a plain one on a CPU, where infinity is no bound.
 
         Returns:
             A tensor of the parameter's shape, and how many coordinates were cut of each sample (zeros or None without a
@@ -63,80 +71,15 @@ class Gradients(ABC):
         """
 
     @abstractmethod
-    def settled(self) -> Gradients:
-        """The same gradients, out of a compiler's reach: see ``kernels.settled``."""
-
-    @abstractmethod
-    def times(self, factor: float) -> Gradients: ...
+    def materialize(self) -> Gradients:
+        """Force the gradients into memory, out of a compiler's reach: see ``kernels.materialize``."""
 
     def __add__(self, other: Gradients) -> Gradients:
-        return Dense(self.dense() + other.dense())
+        return DenseGradients(self.dense() + other.dense())
 
 
-class Unwritten(ABC):
-    """The gradients of some samples for all parameters, of which no more is written down than is asked for.
-
-    Args:
-        parameters: by name, in the order of the flat vector.
-        samples: how many there are; rows behind them are padding.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], samples: int) -> None:
-        self.parameters, self.samples = parameters, samples
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parameters.values())).device
-
-    @abstractmethod
-    def of(self, names: AbstractSet[str]) -> Iterator[tuple[str, Gradients]]:
-        """Those of some parameters, one after the other in any order.
-
-        Of a parameter that is used several times there may be several, which add up; of one that is not used, none.
-        """
-
-    def first(self, count: int) -> Unwritten:
-        """Those of the first samples."""
-        fewer = copy.copy(self)
-        fewer.samples = count
-        return fewer
-
-    def columns(self, part: slice, kind: torch.dtype, width: int) -> Tensor:
-        """m x width: a contiguous part of every sample's flat gradient, with zeros behind it.
-
-        Written down layer by layer: beside what is returned, one layer's gradients are held.
-
-        Args:
-            kind: the precision.
-        """
-        places, start = {}, 0
-        for name, p in self.parameters.items():
-            low, high = max(part.start - start, 0), min(part.stop - start, p.numel())
-            if low < high:
-                places[name] = low, high, slice(start + low - part.start, start + high - part.start)
-            start += p.numel()
-        out, met = torch.zeros(self.samples, width, dtype=kind, device=self.device), set()
-        for name, g in self.of(places.keys()):
-            if g.samples < self.samples:  # one row for several samples would let one of them add several times
-                raise ModelMixError(f"there are gradients of {g.samples} samples where {self.samples} were given.")
-            low, high, at = places[name]
-            place = out[:, at]
-            if high - low == self.parameters[name].numel():  # whatever the order in memory, one pass
-                values = g.dense()[: self.samples]
-                place = place.view(values.shape)
-            else:
-                values = g.part(low, high)[: self.samples]
-            if name in met:
-                place += values
-            else:
-                place.copy_(values)
-            met.add(name)
-            del g, values  # before those of the next layer
-        return out
-
-
-def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
-    """Scaled and truncated values, and the number cut in every row."""
+def _truncate(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
+    """Scale and truncate values, and count those cut in every row."""
     scale = scale.reshape(-1, *[1] * (values.dim() - 1))
     scaled = torch.where(scale > 0, values.double() * scale, 0.0)
     if bound is None:
@@ -145,7 +88,7 @@ def _cut(values: Tensor, scale: Tensor, bound: Tensor | float | None) -> tuple[T
 
 
 def _room() -> int:
-    """Float64 numbers that stay in the caches of a processor."""
+    """Return how many float64 numbers stay in the caches of a CPU."""
     return _CACHE * min(4, torch.get_num_threads()) // 8
 
 
@@ -153,8 +96,8 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _within(low: int, high: int, width: int) -> tuple[slice, slice]:
-    """The rows of a matrix that hold these coordinates, and where among theirs these are."""
+def _rows_with(low: int, high: int, width: int) -> tuple[slice, slice]:
+    """Find the rows of a matrix that hold these coordinates, and where among theirs these are."""
     rows = slice(low // width, -(-high // width))
     return rows, slice(low - rows.start * width, high - rows.start * width)
 
@@ -164,26 +107,22 @@ def _clamp(values: Tensor, bound: Tensor | float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dense(Gradients):
-    """Every coordinate of every sample.
+class DenseGradients(Gradients):
+    """Hold every coordinate of every sample.
 
     Args:
         values: m x (shape).
-        written: whether a kernel of ours wrote them, so that they lie in memory.
+        materialized: whether a kernel of ours wrote them, so that they lie in memory.
         squares: the sum of squares of every sample, where that kernel measured what it wrote.
     """
 
     values: Tensor
-    written: bool = False
+    materialized: bool = False
     squares: Tensor | None = None
 
     @property
-    def samples(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+    def stored(self) -> Tensor:
+        return self.values
 
     @property
     def order(self) -> list[int]:
@@ -192,11 +131,11 @@ class Dense(Gradients):
         return sorted(range(1, self.values.dim()), key=lambda k: -stride[k])
 
     def rows(self) -> Tensor:
-        """m x coordinates, in the order of memory."""
+        """Return m x coordinates, in the order of memory."""
         return self.values.permute(0, *self.order).reshape(self.samples, self.values.shape[1:].numel())
 
     def shaped(self, row: Tensor) -> Tensor:
-        """One row of ``rows``, in the shape of the parameter."""
+        """Bring one row of ``rows`` into the shape of the parameter."""
         order = self.order
         there = row.reshape([self.values.shape[k] for k in order])
         return there.permute([order.index(k) for k in range(1, self.values.dim())])
@@ -208,7 +147,7 @@ class Dense(Gradients):
         if norm == 2 and self.squares is not None:
             return self.squares
         rows = self.rows()
-        if kernels.has_kernels(rows):
+        if has_kernels(rows):
             found: Tensor = kernels.powers(rows, norm)
             return found
         wide = rows.double()
@@ -219,23 +158,20 @@ class Dense(Gradients):
 
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
         rows = self.rows()
-        if kernels.has_kernels(rows):
+        if has_kernels(rows):
             assert not isinstance(bound, float)
             total, cut = kernels.clipped_sum(rows, scale, bound)
             return self.shaped(total), cut
-        values, cut = _cut(rows, scale, bound)
+        values, cut = _truncate(rows, scale, bound)
         return self.shaped(values.sum(0)), cut
 
-    def settled(self) -> Dense:
-        return self if self.written else Dense(kernels.settled(self.values), written=True)
-
-    def times(self, factor: float) -> Dense:
-        return Dense(self.values * factor)
+    def materialize(self) -> DenseGradients:
+        return self if self.materialized else DenseGradients(kernels.materialize(self.values), materialized=True)
 
 
 @dataclass(frozen=True)
-class Outer(Gradients):
-    """A matrix that each sample uses once: the gradient is the outer product of what came back and what went in.
+class OuterGradients(Gradients):
+    """Hold the gradients of a matrix that each sample uses once: outer products of what came back and what went in.
 
     Args:
         back: m x rows.
@@ -246,39 +182,37 @@ class Outer(Gradients):
     seen: Tensor
 
     @property
-    def samples(self) -> int:
-        return self.back.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.back.device
+    def stored(self) -> Tensor:
+        return self.back
 
     @cached_property
     def _wide(self) -> Tensor:
-        """``seen``, on a processor in float64 where that stays in its cache: it is read twice and converted once."""
+        """``seen``, on a CPU in float64 where that stays in its cache: it is read twice and converted once."""
         here = self.seen.device.type == "cpu" and self.seen.numel() <= _room()
         return self.seen.double() if here else self.seen
 
     def dense(self) -> Tensor:
         return self.back[:, :, None] * self.seen[:, None, :]
 
-    def part(self, low: int, high: int) -> Tensor:
-        rows, there = _within(low, high, self.seen.shape[1])
-        return Outer(self.back[:, rows], self.seen).dense().flatten(1)[:, there]
+    def coordinates(self, low: int, high: int) -> Tensor:
+        rows, there = _rows_with(low, high, self.seen.shape[1])
+        return OuterGradients(self.back[:, rows], self.seen).dense().flatten(1)[:, there]
 
     def powers(self, norm: int) -> Tensor:
         if self.seen.dtype != torch.float64 and self.back.dtype != torch.float64:
-            return Dense(self.back).powers(norm) * Dense(self._wide).powers(norm)
+            return DenseGradients(self.back).powers(norm) * DenseGradients(self._wide).powers(norm)
         # The largest number changes sides first: neither factor can then vanish where the product does not.
         seen = self.seen.double()
         top = seen.abs().amax(1, keepdim=True)
-        return Dense(self.back.double() * top).powers(norm) * Dense(seen / top.clamp_min(1e-300)).powers(norm)
+        return DenseGradients(self.back.double() * top).powers(norm) * DenseGradients(
+            seen / top.clamp_min(1e-300)
+        ).powers(norm)
 
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
         if isinstance(bound, float):
             return self._in_blocks(scale, bound)
         few = self.back.shape[1] <= _FEW_ROWS  # with more, a matrix product is faster where nothing is truncated
-        if kernels.has_kernels(self.back) and kernels.has_kernels(self.seen) and (few or bound is not None):
+        if has_kernels(self.back) and has_kernels(self.seen) and (few or bound is not None):
             found: tuple[Tensor, Tensor] = kernels.outer_sum(self.back, self.seen, scale, bound)
             return found
         live = scale[:, None] > 0
@@ -290,7 +224,7 @@ class Outer(Gradients):
         return _clamp(product, bound).sum(0), (product.abs() > bound).sum((1, 2))
 
     def _in_blocks(self, scale: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-        """For a processor, a few samples at a time."""
+        """Sum on a CPU, a few samples at a time."""
         total = scale.new_zeros(self.back.shape[1], self.seen.shape[1])
         cut = torch.zeros_like(scale, dtype=torch.int64)
         room = _room()
@@ -308,16 +242,13 @@ class Outer(Gradients):
             cut[some] = product.ne_(kept).flatten(1).sum(1).long()
         return total, cut
 
-    def settled(self) -> Outer:
-        return Outer(kernels.settled(self.back), kernels.settled(self.seen))
-
-    def times(self, factor: float) -> Outer:
-        return Outer(self.back * factor, self.seen)
+    def materialize(self) -> OuterGradients:
+        return OuterGradients(kernels.materialize(self.back), kernels.materialize(self.seen))
 
 
 @dataclass(frozen=True)
-class Rows(Gradients):
-    """A table of which each sample touches at most k rows.
+class SparseRowGradients(Gradients):
+    """Hold the gradients of a table of which each sample touches at most k rows.
 
     Args:
         values: m x k x width. Where a sample touches a row several times, the first place holds the sum and the others
@@ -331,50 +262,43 @@ class Rows(Gradients):
     height: int
 
     @classmethod
-    def of(cls, values: Tensor, index: Tensor, height: int) -> Rows:
-        """From values that may touch a row several times."""
+    def of(cls, values: Tensor, index: Tensor, height: int) -> SparseRowGradients:
+        """Make them from values that may touch a row several times."""
         same = index[:, :, None] == index[:, None, :]
         earlier = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device).tril(-1)
         first = ~(same & earlier).any(2)
         return cls(torch.bmm((same & first[:, :, None]).to(values.dtype), values), index, height)
 
     @property
-    def samples(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+    def stored(self) -> Tensor:
+        return self.values
 
     def dense(self) -> Tensor:
         table = self.values.new_zeros(self.samples, self.height, self.values.shape[2])
         return table.scatter_add(1, self.index[:, :, None].expand_as(self.values), self.values)
 
-    def part(self, low: int, high: int) -> Tensor:
-        rows, there = _within(low, high, self.values.shape[2])
+    def coordinates(self, low: int, high: int) -> Tensor:
+        rows, there = _rows_with(low, high, self.values.shape[2])
         inside = (self.index >= rows.start) & (self.index < rows.stop)
         values = torch.where(inside[:, :, None], self.values, 0.0)
         index = torch.where(inside, self.index - rows.start, 0)
-        return Rows(values, index, rows.stop - rows.start).dense().flatten(1)[:, there]
+        return SparseRowGradients(values, index, rows.stop - rows.start).dense().flatten(1)[:, there]
 
     def powers(self, norm: int) -> Tensor:
-        return Dense(self.values).powers(norm)
+        return DenseGradients(self.values).powers(norm)
 
     def clipped_sum(self, scale: Tensor, bound: Tensor | float | None) -> tuple[Tensor, Tensor | None]:
-        values, cut = _cut(self.values, scale, bound)
+        values, cut = _truncate(self.values, scale, bound)
         table = values.new_zeros(self.height, values.shape[2])
         return table.index_add(0, self.index.flatten(), values.flatten(0, 1)), cut
 
-    def settled(self) -> Rows:
-        return Rows(kernels.settled(self.values), self.index, self.height)
-
-    def times(self, factor: float) -> Rows:
-        return Rows(self.values * factor, self.index, self.height)
+    def materialize(self) -> SparseRowGradients:
+        return SparseRowGradients(kernels.materialize(self.values), self.index, self.height)
 
 
 @dataclass(frozen=True)
-class Windows(Gradients):
-    """The weight of a convolution: what went in and what came back, from which gradients are computed when needed.
+class ConvGradients(Gradients):
+    """Hold what went into a convolution and what came back, and compute its weight's gradients when needed.
 
     They are computed twice, to be measured and to be summed. The sum becomes NaN, which no step takes, if the second
     time they are not the numbers that were measured.
@@ -396,21 +320,21 @@ class Windows(Gradients):
         return self.seen.shape[0] // self.geometry.copies
 
     @property
-    def device(self) -> torch.device:
-        return self.seen.device
+    def stored(self) -> Tensor:
+        return self.seen
 
     def _shaped(self, weight: Tensor) -> Tensor:
-        """... x out x kernel x in -> ... x out x in x kernel, as the parameter is shaped."""
+        """Bring ... x out x kernel x in into the shape of the parameter, ... x out x in x kernel."""
         weight = weight.movedim(-1, -3)
         return weight.squeeze(-2) if self.line else weight
 
-    def written(self) -> Dense:
-        """Computed now, and measured by the same kernel."""
+    def to_dense(self) -> DenseGradients:
+        """Compute the gradients now, and measure them with the same kernel."""
         values, squares = kernels.conv_weight(self.seen, self.back, self.geometry.numbers())
-        return Dense(self._shaped(values), True, squares)
+        return DenseGradients(self._shaped(values), True, squares)
 
     def dense(self) -> Tensor:
-        return self.written().values
+        return self.to_dense().values
 
     def powers(self, norm: int) -> Tensor:
         self.measured[norm] = kernels.conv_powers(self.seen, self.back, self.geometry.numbers(), norm)
@@ -424,8 +348,5 @@ class Windows(Gradients):
         same = ((again <= first * (1 + _SLACK)) | (scale == 0)).all()
         return self._shaped(torch.where(same, total, torch.nan)), None if bound is None else cut
 
-    def settled(self) -> Windows:
+    def materialize(self) -> ConvGradients:
         return self  # kernels read from memory
-
-    def times(self, factor: float) -> Dense:
-        return Dense(self.dense() * factor)

@@ -5,14 +5,14 @@ trace with a symbolic number of samples m shows every ATen operation between the
 its tensors gets an abstract value:
 
 - ``PUBLIC``: computed from parameters, constants and random draws only, and without a dimension that grows with m.
-- ``Rows(dim)``: dimension ``dim`` has k*m entries, of which the k from i*k on are computed from sample i, public values
-  and random draws only; all other dimensions have a fixed size.
+- ``PerSample(dim)``: dimension ``dim`` has k*m entries, of which the k from i*k on are computed from sample i, public
+  values and random draws only; all other dimensions have a fixed size.
 - ``SIZE``: a number computed from m. It may say how large a tensor is, and never become a value in one.
 - ``OPAQUE``: scratch of an operator that only its own backward operator reads (seeds, empty statistics).
 
-Every operation has one rule (``aten_rules``). An operation without a rule, a rule that cannot follow, or a result whose
-shape is not what the rule says, and nothing is proved: the graph is refused with the reason. A graph that passes is
-replayed as it is, so what was proved is what runs.
+Every operation has one rule (``aten_rules``, ``aten_view_rules``, ``aten_layer_rules``). An operation without a rule, a
+rule that cannot follow, or a result whose shape is not what the rule says, and nothing is proved: the graph is refused
+with the reason. A graph that passes is replayed as it is, so what was proved is what runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MeetingError(Exception):
 
 
 @dataclass(frozen=True)
-class Rows:
+class PerSample:
     """Dimension ``dim`` is divided among the samples in order, and nothing else is."""
 
     dim: int
@@ -44,7 +44,7 @@ class _Mark:
 
 
 PUBLIC, SIZE, OPAQUE = _Mark("public"), _Mark("size"), _Mark("opaque")
-Value = Rows | _Mark
+Value = PerSample | _Mark
 Rule = Callable[["Call"], Any]
 """The values of an operation's results: one, or a sequence of them (None where there is no tensor)."""
 
@@ -73,7 +73,7 @@ def rule(*names: str, sizes: Sequence[str] = ()) -> Callable[[Rule], Rule]:
 
 
 def growth(size: Any, samples: Any) -> int | None:
-    """How many entries a dimension has for every sample; 0 if its size is fixed, None if it grows in another way."""
+    """Count a dimension's entries for every sample; 0 if its size is fixed, None if it grows in another way."""
     if isinstance(size, int):
         return 0
     expression = size.node.expr
@@ -90,7 +90,7 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 class Call:
-    """One operation of a graph, with the abstract values of what goes in.
+    """Hold one operation of a graph, with the abstract values of what goes in.
 
     Args:
         node: of the graph, whose target is an ATen operation.
@@ -107,7 +107,7 @@ class Call:
         self.out: Any = node.meta.get("val")
 
     def __getitem__(self, name: str) -> Any:
-        """An argument as the graph has it."""
+        """Return an argument as the graph has it."""
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -123,20 +123,20 @@ class Call:
         return self.value_of(self.arguments[name])
 
     def value_of(self, argument: Any) -> Any:
-        """PUBLIC for what is no node: numbers and None."""
+        """Return the abstract value; PUBLIC for what is no node: numbers and None."""
         return self._values[argument] if isinstance(argument, fx.Node) else PUBLIC
 
     def tensors(self) -> list[fx.Node]:
-        """The arguments that are tensors, also within lists."""
+        """List the arguments that are tensors, also within lists."""
         nodes = [n for n in tree_leaves(list(self.arguments.values())) if isinstance(n, fx.Node)]
         return [n for n in nodes if isinstance(n.meta.get("val"), Tensor)]
 
     def rows_dim(self, name: str) -> int | None:
-        """The dimension in which an argument holds samples; None for a public one."""
+        """Find the dimension in which an argument holds samples; None for a public one."""
         value = self.value(name)
         if value is OPAQUE:
             raise self.refuse(f"{self.name} reads another operation's scratch")
-        return value.dim if isinstance(value, Rows) else None
+        return value.dim if isinstance(value, PerSample) else None
 
     def require_public(self, *names: str) -> None:
         for name in names:
@@ -146,14 +146,14 @@ class Call:
                 raise self.refuse(f"{name} of {self.name} is computed from samples")
 
     def require_rows(self, dim: int, *names: str) -> None:
-        """Every named argument that is not None holds samples in that dimension."""
+        """Refuse, unless every named argument that is not None holds samples in that dimension."""
         for name in names:
-            if self.arguments.get(name) is not None and self.value(name) != Rows(dim):
+            if self.arguments.get(name) is not None and self.value(name) != PerSample(dim):
                 raise self.refuse(f"{name} of {self.name} does not hold samples in dimension {dim}")
 
     def require_rows_or_public(self, dim: int, *names: str) -> None:
         for name in names:
-            if self.arguments.get(name) is not None and self.value(name) not in (Rows(dim), PUBLIC):
+            if self.arguments.get(name) is not None and self.value(name) not in (PerSample(dim), PUBLIC):
                 raise self.refuse(f"{name} of {self.name} does not hold samples in dimension {dim}")
 
     # Shapes.
@@ -165,22 +165,22 @@ class Call:
         return len(self.shape(name))
 
     def growing(self, shape: Sequence[Any]) -> list[int]:
-        """Dimensions that grow with the number of samples."""
+        """List the dimensions that grow with the number of samples."""
         return [i for i, size in enumerate(shape) if growth(size, self.samples) != 0]
 
     def of_shape(self, shape: Sequence[Any]) -> Value:
-        """The value of a tensor whose entries are all alike or drawn: samples lie where it grows with their number."""
+        """Value a tensor whose entries are all alike or drawn: samples lie where it grows with their number."""
         where = self.growing(shape)
-        return Rows(where[0]) if where else PUBLIC
+        return PerSample(where[0]) if where else PUBLIC
 
     def aligned(self, nodes: Sequence[Any], rank: int) -> int | None:
-        """Where samples lie after tensors are broadcast together to ``rank`` dimensions."""
+        """Find where samples lie after tensors are broadcast together to ``rank`` dimensions."""
         found = set()
         for node in nodes:
             value = self.value_of(node)
             if value is OPAQUE:
                 raise self.refuse(f"{self.name} reads another operation's scratch")
-            if isinstance(value, Rows):
+            if isinstance(value, PerSample):
                 found.add(value.dim + rank - len(node.meta["val"].shape))
         if len(found) > 1:
             raise self.refuse("samples meet by broadcasting")
@@ -201,7 +201,7 @@ def prove(graph: fx.Graph, samples: Any, batch: Sequence[bool]) -> dict[fx.Node,
     Raises:
         MeetingError: if samples may meet, in the words of whoever has to change the model.
     """
-    from modelmix.gradients.engines import aten_layer_rules  # noqa: F401, registers the rules, with those it builds on
+    from modelmix.gradients import aten_layer_rules  # noqa: F401, registers the rules, with those it builds on
 
     values: dict[fx.Node, Any] = {}
     owner: dict[fx.Node, fx.Node] = {}  # whose memory a view shows
@@ -209,7 +209,7 @@ def prove(graph: fx.Graph, samples: Any, batch: Sequence[bool]) -> dict[fx.Node,
     for node in graph.nodes:
         owner[node] = node
         if node.op == "placeholder":
-            values[node] = Rows(0) if next(inputs) else PUBLIC
+            values[node] = PerSample(0) if next(inputs) else PUBLIC
         elif node.op == "get_attr":
             values[node] = PUBLIC
         elif node.op == "output":
@@ -236,7 +236,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _size(node: fx.Node, values: dict[fx.Node, Any]) -> _Mark:
-    """Arithmetic of sizes, which is Python's."""
+    """Value arithmetic of sizes, which is Python's."""
     known = _is_size(node) if isinstance(node.target, torch._ops.OpOverload) else _is_arithmetic(node.target)
     arguments = [n for n in tree_leaves([node.args, node.kwargs]) if isinstance(n, fx.Node)]
     if not known or not all(values[n] is SIZE or _is_shape_of(node, n) for n in arguments):
@@ -254,7 +254,7 @@ def _is_shape_of(node: fx.Node, argument: fx.Node) -> bool:
 
 
 def _apply(call: Call, owner: dict[fx.Node, fx.Node]) -> Any:
-    """The value of an operation of ATen or of ours, with what it writes to and what it shows."""
+    """Value an operation of ATen or of ours, with what it writes to and what it shows."""
     schema = call.node.target._schema  # type: ignore[union-attr]
     name = schema.name
     in_place = _written(call)
@@ -282,7 +282,7 @@ def _apply(call: Call, owner: dict[fx.Node, fx.Node]) -> Any:
         before, shape = call.value_of(target), target.meta["val"].shape
         if len(shape) != len(call.out.shape) or not all(map(same_size, shape, call.out.shape)):
             raise MeetingError(f"{name.removeprefix('aten::')} changes a shape in place")
-        if found != before or isinstance(call.value_of(root), Rows) != isinstance(before, Rows):
+        if found != before or isinstance(call.value_of(root), PerSample) != isinstance(before, PerSample):
             raise MeetingError(f"{name.removeprefix('aten::')} writes samples where they may meet")
         owner[call.node] = root
     else:
@@ -309,7 +309,7 @@ def _is_memory(name: str) -> bool:
 
 
 def _public(call: Call) -> Any:
-    """A function of public values is public, one or several of them."""
+    """Value a function of public values: its results are public."""
     return [PUBLIC] * len(call.out) if isinstance(call.out, tuple | list) else PUBLIC
 
 
@@ -323,12 +323,12 @@ def _check_shapes(node: fx.Node, value: Any, samples: Any) -> None:
     for one, said in zip(results, values, strict=True):
         if not isinstance(one, Tensor):
             continue
-        if not isinstance(said, Rows | _Mark) or said is SIZE:
+        if not isinstance(said, PerSample | _Mark) or said is SIZE:
             raise MeetingError(f"{node.target} gives a tensor that its rule does not know")
         growths = [growth(size, samples) for size in one.shape]
-        wanted = [isinstance(said, Rows) and i == said.dim for i in range(one.dim())]
+        wanted = [isinstance(said, PerSample) and i == said.dim for i in range(one.dim())]
         right = all(g is not None and (g > 0) == here for g, here in zip(growths, wanted, strict=True))
         if said is OPAQUE:
             continue
-        if not right or (isinstance(said, Rows) and said.dim >= one.dim()) or one.layout != torch.strided:
+        if not right or (isinstance(said, PerSample) and said.dim >= one.dim()) or one.layout != torch.strided:
             raise MeetingError(f"{str(node.target).removesuffix('.default')} changes how samples are laid out")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from typing import TypeGuard, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812, the name everybody knows
@@ -18,43 +20,43 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from modelmix.errors import ModelMixError
-from modelmix.gradients import kernels
-from modelmix.gradients.engines.universal import any_speed
-from modelmix.gradients.gradients import Dense, Gradients, Outer, Rows, Windows
-from modelmix.gradients.kernels import choice
+from modelmix.gradients import forms, kernels
+from modelmix.gradients.forms import ConvGradients, DenseGradients, Gradients, OuterGradients, SparseRowGradients
+from modelmix.gradients.kernels import autotune
+from modelmix.gradients.vmap import ignore_vmap_slowness
 
 Values = dict[str, Tensor]
 Rule = Callable[[nn.Module, Values, Tensor, Tensor, int], dict[str, Gradients]]
 
-_CACHE = 2 * 2**20  # bytes of windows that a processor core copies at once
+_CACHE = 2 * 2**20  # bytes of windows that a CPU core copies at once
 _LONGEST = 1024  # positions whose repetitions are found by comparing each with each
 
 
 def _samples(t: Tensor, copies: int) -> Tensor:
-    """m * copies x ... -> m x copies * (positions) x (last)"""
+    """Reshape m * copies x ... to m x copies * (positions) x (last)."""
     return t.reshape(t.shape[0] // copies, copies * t.shape[1:-1].numel(), t.shape[-1])
 
 
-def wide(t: Tensor) -> Tensor:
-    """In float32, where it comes in less."""
+def to_float32(t: Tensor) -> Tensor:
+    """Widen to float32 what comes in less."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def linear(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     a, b = _samples(x, copies), _samples(g, copies)
     if a.shape[1] == 1:
-        back = wide(b[:, 0])
-        return {"weight": Outer(back, a[:, 0]), "bias": Dense(back)}
-    bias = Dense(wide(b).sum(1))
-    if kernels.has_kernels(a) and a.dtype != torch.float16:  # whose range is too small to be written down in
-        return {"weight": Dense(kernels.products(b.transpose(1, 2), a), written=True), "bias": bias}
-    return {"weight": Dense(torch.bmm(wide(b.transpose(1, 2)), wide(a))), "bias": bias}
+        back = to_float32(b[:, 0])
+        return {"weight": OuterGradients(back, a[:, 0]), "bias": DenseGradients(back)}
+    bias = DenseGradients(to_float32(b).sum(1))
+    if forms.has_kernels(a) and a.dtype != torch.float16:  # whose range is too small to be written down in
+        return {"weight": DenseGradients(kernels.products(b.transpose(1, 2), a), materialized=True), "bias": bias}
+    return {"weight": DenseGradients(torch.bmm(to_float32(b.transpose(1, 2)), to_float32(a))), "bias": bias}
 
 
 def standardised(
     layer: nn.Conv2d, values: Values, unit: Tensor, factor: Tensor, before: Tensor, x: Tensor, g: Tensor, copies: int
 ) -> dict[str, Gradients]:
-    """A convolution with kernels gain * (W - mean) * r, r = 1 / sqrt(fan_in * (variance + eps)), by our kernel.
+    """Take a convolution with kernels gain * (W - mean) * r, r = 1 / sqrt(fan_in * (variance + eps)), by our kernel.
 
     With G the gradient of the used kernel, that of W is gain * r * (G - mean(G) - <G, unit> * unit), row by row. Both
     numbers of a row come from images, without G: its sum is that of g times the sums over windows of x, and <G, unit>,
@@ -67,28 +69,32 @@ def standardised(
     m, (height, width) = x.shape[0] // copies, layer.kernel_size
     padding = [int(k) for k in layer.padding]
     # Of all that a window holds, zeros of the padding included.
-    mean = F.avg_pool2d(wide(x).sum(1, keepdim=True), layer.kernel_size, layer.stride, padding) / x.shape[1]
-    back = wide(g)
+    mean = F.avg_pool2d(to_float32(x).sum(1, keepdim=True), layer.kernel_size, layer.stride, padding) / x.shape[1]
+    back = to_float32(g)
 
     def summed(t: Tensor) -> Tensor:
         return t.sum((2, 3)).reshape(m, copies, -1).sum(1)
 
-    slope, bias = summed(back * wide(before)), summed(back)
+    slope, bias = summed(back * to_float32(before)), summed(back)
     geometry = kernels.Geometry.of([height, width, *layer.stride, *padding, 1, 1, 1, copies])
     found, squares = kernels.conv_standardised(
         x,
         g.to(x.dtype),
         geometry.numbers(),
-        wide(factor),
-        wide(unit).movedim(1, -1).contiguous(),
+        to_float32(factor),
+        to_float32(unit).movedim(1, -1).contiguous(),
         summed(back * mean),
         slope,
     )
-    return {"weight": Dense(found.movedim(-1, 2), True, squares), "gain": Dense(slope), "bias": Dense(bias)}
+    return {
+        "weight": DenseGradients(found.movedim(-1, 2), True, squares),
+        "gain": DenseGradients(slope),
+        "bias": DenseGradients(bias),
+    }
 
 
 def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
-    """One or two dimensions, any stride, padding, dilation and groups."""
+    """Take a convolution in one or two dimensions, with any stride, padding, dilation and groups."""
     assert isinstance(layer, nn.Conv1d | nn.Conv2d)
     left_right = list(layer._reversed_padding_repeated_twice)  # of the last dimension first
     padding = left_right[::-2]
@@ -101,21 +107,25 @@ def convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: 
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), [0, *padding], (1, *dilation)
     out: dict[str, Gradients] = {}
     if layer.bias is not None:
-        out["bias"] = Dense(wide(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
+        out["bias"] = DenseGradients(to_float32(g).reshape(x.shape[0] // copies, copies, g.shape[1], -1).sum((1, 3)))
     geometry = kernels.Geometry.of([*kernel, *stride, *padding, *dilation, layer.groups, copies])
-    if kernels.has_kernels(x):
-        found = Windows(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
-        written = not choice.in_registers(x, found.back, geometry)
-        return {"weight": found.written() if written else found, **out}
+    if forms.has_kernels(x):
+        found = ConvGradients(x, g.to(x.dtype), geometry, isinstance(layer, nn.Conv1d))
+        twice = autotune.recomputing_is_faster(x, found.back, geometry)
+        return {"weight": found if twice else found.to_dense(), **out}
     weight = _conv_weight(x, g, geometry)
-    return {"weight": Dense(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), **out}
+    return {"weight": DenseGradients(weight[:, :, :, 0] if isinstance(layer, nn.Conv1d) else weight), **out}
 
 
 def transposed_convolution(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
-    """A convolution run backwards: for its weight, what went in and what came back change places."""
+    """Take a convolution run backwards: for its weight, what went in and what came back change places."""
     assert isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d)
     m = x.shape[0] // copies
-    bias = {"bias": Dense(wide(g).reshape(m, copies, g.shape[1], -1).sum((1, 3)))} if layer.bias is not None else {}
+    bias = (
+        {"bias": DenseGradients(to_float32(g).reshape(m, copies, g.shape[1], -1).sum((1, 3)))}
+        if layer.bias is not None
+        else {}
+    )
     kernel, stride, padding, dilation = layer.kernel_size, layer.stride, layer.padding, layer.dilation
     line = isinstance(layer, nn.ConvTranspose1d)
     if line:
@@ -123,13 +133,13 @@ def transposed_convolution(layer: nn.Module, values: Values, x: Tensor, g: Tenso
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
     geometry = kernels.Geometry.of([*kernel, *stride, *map(int, padding), *dilation, layer.groups, copies])
     weight = _conv_weight(g, x, geometry)
-    return {"weight": Dense(weight[:, :, :, 0] if line else weight), **bias}
+    return {"weight": DenseGradients(weight[:, :, :, 0] if line else weight), **bias}
 
 
 def _conv_weight(x: Tensor, g: Tensor, geometry: kernels.Geometry) -> Tensor:
-    """Where there are no kernels: windows of the image and matrix products."""
+    """Compute without kernels: windows of the image and matrix products."""
     kernel, stride, padding, dilation, groups, copies = geometry
-    x, g = wide(x), wide(g)
+    x, g = to_float32(x), to_float32(g)
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     m, positions = x.shape[0] // copies, g.shape[2] * g.shape[3]
     weight = x.new_empty(m, g.shape[1], x.shape[1] // groups, *kernel)
@@ -151,20 +161,20 @@ def _conv_weight(x: Tensor, g: Tensor, geometry: kernels.Geometry) -> Tensor:
 
 
 def reparametrised(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
-    """A convolution with ``used_weight(weight, ...)`` of its parameters: gradients go back through that function.
+    """Take a convolution with ``used_weight(weight, ...)`` of its parameters: gradients go back through that function.
 
     Weight standardisation is one (``modelmix.models.residual.StandardisedConv2d``).
     """
     found = convolution(layer, values, x, g, copies)
     names = _of_used_weight(layer)
     used: Callable[..., Tensor] = layer.used_weight  # type: ignore[assignment]
-    back = vjp(used, *(wide(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
-    through = vmap(back)(wide(found["weight"].dense()))
-    return {**found, **{name: Dense(t) for name, t in zip(names, through, strict=True)}}
+    back = vjp(used, *(to_float32(values.get(name, getattr(layer, name)).detach()) for name in names))[1]
+    through = vmap(back)(to_float32(found["weight"].dense()))
+    return {**found, **{name: DenseGradients(t) for name, t in zip(names, through, strict=True)}}
 
 
 def _of_used_weight(layer: nn.Module) -> list[str]:
-    """The parameters that a convolution's weight is computed from, where a class of ours computes it.
+    """List the parameters that a convolution's weight is computed from, where a class of ours computes it.
 
     Anybody else's function is run within the pass that is traced, as any other layer is.
     """
@@ -175,27 +185,30 @@ def _of_used_weight(layer: nn.Module) -> list[str]:
 
 
 def _affine(product: Tensor, g: Tensor, shape: tuple[int, ...], dims: tuple[int, ...]) -> dict[str, Gradients]:
-    """Gradients of a scale and a shift, summed over ``dims`` of ``shape``."""
-    return {"weight": Dense(product.reshape(shape).sum(dims)), "bias": Dense(g.reshape(shape).sum(dims))}
+    """Sum the gradients of a scale and a shift over ``dims`` of ``shape``."""
+    return {
+        "weight": DenseGradients(product.reshape(shape).sum(dims)),
+        "bias": DenseGradients(g.reshape(shape).sum(dims)),
+    }
 
 
 def group_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.GroupNorm)
-    x, g = wide(x), wide(g)
+    x, g = to_float32(x), to_float32(g)
     shape = (x.shape[0] // copies, copies, x.shape[1], x.shape[2:].numel())
     return _affine(g * F.group_norm(x, layer.num_groups, eps=layer.eps), g, shape, (1, 3))
 
 
 def instance_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.modules.instancenorm._InstanceNorm)
-    x, g = wide(x), wide(g)
+    x, g = to_float32(x), to_float32(g)
     shape = (x.shape[0] // copies, copies, x.shape[1], x.shape[2:].numel())
     return _affine(g * F.instance_norm(x, eps=layer.eps), g, shape, (1, 3))
 
 
 def layer_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.LayerNorm)
-    x, g = wide(x), wide(g)
+    x, g = to_float32(x), to_float32(g)
     positions = copies * x.shape[1 : x.dim() - len(layer.normalized_shape)].numel()
     shape = (x.shape[0] // copies, positions, *layer.normalized_shape)
     return _affine(g * F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, shape, (1,))
@@ -204,13 +217,13 @@ def layer_norm(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: i
 def embedding(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
     assert isinstance(layer, nn.Embedding)
     index = _samples(x.long()[..., None], copies)
-    g = wide(_samples(g, copies))
+    g = to_float32(_samples(g, copies))
     if layer.padding_idx is not None:
         g = g * (index != layer.padding_idx)
     if index.shape[1] <= min(layer.num_embeddings, _LONGEST):
-        return {"weight": Rows.of(g, index[..., 0], layer.num_embeddings)}
+        return {"weight": SparseRowGradients.of(g, index[..., 0], layer.num_embeddings)}
     out = g.new_zeros(g.shape[0], *layer.weight.shape)
-    return {"weight": Dense(out.scatter_add(1, index.expand_as(g), g))}
+    return {"weight": DenseGradients(out.scatter_add(1, index.expand_as(g), g))}
 
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -244,7 +257,7 @@ def is_standardised(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
-    """The rule of exactly this class, if there is one; a subclass may compute something else with its parameters."""
+    """Return the rule of exactly this class, if there is one; a subclass may compute something else."""
     names = {name for name, _ in layer.named_parameters(recurse=False)}
     if computed := _of_used_weight(layer):
         return reparametrised if names <= {*computed, "bias"} else None
@@ -252,11 +265,18 @@ def rule_for(layer: nn.Module) -> Rule | None:
     return RULES.get(type(layer)) if names <= {"weight", "bias"} and not special else None
 
 
+def slow_layers(model: nn.Module) -> list[str]:
+    """Name the classes of trained layers without a rule: their gradients are taken sample by sample."""
+    inside = {m for a in model.modules() if type(a) is nn.MultiheadAttention for m in a.modules()}
+    found = (m for m in model.modules() if m not in inside and rule_for(m) is None)
+    return sorted({type(m).__name__ for m in found if any(p.requires_grad for p in m.parameters(recurse=False))})
+
+
 _STATE = ("_parameters", "_buffers", "_modules")
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def frozen(layer: Layer) -> Layer:
+def freeze_settings(layer: Layer) -> Layer:
     """Copy a layer with the settings it has now: what becomes of its own later does not reach a rule.
 
     A pass that was proved is replayed without the model's code, and rules read eps, padding or groups while it runs.
@@ -285,8 +305,8 @@ class _Bare(nn.Module):
         return out
 
 
-def any_layer(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
-    """Any module of one tensor in and one out: its own backward pass, one row at a time through ``vmap``."""
+def vjp_rule(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: int) -> dict[str, Gradients]:
+    """Take any module of one tensor in and one out: its own backward pass, one row at a time through ``vmap``."""
     if any(p.requires_grad for child in layer.children() for p in child.parameters()):
         raise cannot_follow(layer, "it owns trained parameters beside those of the layers within it")
     if layer._forward_pre_hooks:
@@ -298,11 +318,56 @@ def any_layer(layer: nn.Module, values: Values, x: Tensor, g: Tensor, copies: in
         found: dict[str, Tensor] = back(g[None])[0]
         return found
 
-    with any_speed():
+    with ignore_vmap_slowness():
         rows = vmap(one, randomness="error")(x, g)
-    summed = {name: wide(t).reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
-    return {name.removeprefix("layer."): Dense(t) for name, t in summed.items()}
+    summed = {name: to_float32(t).reshape(-1, copies, *t.shape[1:]).sum(1) for name, t in rows.items()}
+    return {name.removeprefix("layer."): DenseGradients(t) for name, t in summed.items()}
 
 
 def cannot_follow(layer: nn.Module, why: str) -> ModelMixError:
-    return ModelMixError(f'the hook engine cannot follow {type(layer).__name__}: {why}; use engine="universal".')
+    return ModelMixError(f'the hook engine cannot follow {type(layer).__name__}: {why}; use engine="vmap".')
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Hold one call of a layer in a pass: all that is needed to compute the gradients of its parameters.
+
+    Args:
+        names: of its trained parameters; how the model calls each.
+        rule: gradients by the layer's own names, from the values of its parameters and what was seen.
+        seen: from what, besides the values of the parameters.
+    """
+
+    names: Mapping[str, str]
+    rule: Callable[..., dict[str, Gradients]]
+    seen: tuple[Tensor, ...]
+
+    def gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Gradients]:
+        """Return the gradients by the names of the model, whose parameters have these values."""
+        with torch.no_grad():
+            found = self.rule({own: parameters[name].detach() for own, name in self.names.items()}, *self.seen)
+        return {name: found[own] for own, name in self.names.items()}
+
+    def as_function(self) -> Callable[..., dict[str, Gradients]]:
+        """Return the gradients as a function of what was seen and, in front, the values of the parameters in order."""
+        rule, names = self.rule, dict(self.names)
+
+        def gradients(values: Sequence[Tensor], *seen: Tensor) -> dict[str, Gradients]:
+            found = rule(dict(zip(names, values, strict=True)), *seen)
+            return {name: found[own] for own, name in names.items()}
+
+        return gradients
+
+
+def add_up(found: Iterable[dict[str, Gradients]]) -> dict[str, Gradients]:
+    """Add the gradients of several calls with one parameter; one that is not used is missing."""
+    total: dict[str, Gradients] = {}
+    for one in found:
+        for name, g in one.items():
+            total[name] = total[name] + g if name in total else g
+    return total
+
+
+def is_ours(rule: Callable[..., Any]) -> bool:
+    """Whether nothing of the user's runs when gradients are computed by this rule."""
+    return not isinstance(rule, partial) or rule.func is not vjp_rule

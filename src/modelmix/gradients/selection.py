@@ -1,10 +1,10 @@
-"""Which engine is right for a model, found from public shapes alone: no sample is looked at."""
+"""The engines by name, and which is right for a model, found from public shapes alone: no sample is looked at."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,54 +12,60 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modelmix.errors import ModelMixError
-from modelmix.gradients.engines import hooks, universal
-from modelmix.gradients.engines.chunk import ENGINES, Loss, unchanged
-from modelmix.gradients.gradients import Gradients
+from modelmix.gradients import hooks, proved_pass, vmap
+from modelmix.gradients.batch import Batch, Loss, PassResult
+from modelmix.gradients.clip import Clip, ClippedSum
+from modelmix.gradients.forms import Gradients
 from modelmix.gradients.memory import Watch
+from modelmix.gradients.trace import one_line
 
-_PROBE = 3
+ENGINES: dict[str, Callable[..., PassResult]] = {"hooks": proved_pass.per_sample, **vmap.ONE_BY_ONE}
 
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Products of floats without rounding their factors to 11 bits, as GPUs do by default."""
-    with _products(False, "highest"):
-        yield
+_PROBE = 3  # samples
 
 
-@contextmanager
-def rough(device: torch.device) -> Iterator[None]:
-    """Products of floats with factors rounded to 11 bits where the device is many times faster so."""
-    if device.type == "cpu":
-        yield
-        return
-    with _products(True, "high"):
-        yield
+def require_known(engine: str) -> str:
+    """Return the name of an engine.
+
+    Raises:
+        ModelMixError: if it is none.
+    """
+    if engine not in ENGINES:
+        raise ModelMixError(f"engine = {engine!r} is unknown: choose auto, {', '.join(ENGINES)}.")
+    return engine
 
 
-@contextmanager
-def _products(cudnn: bool, matrices: str) -> Iterator[None]:
-    try:
-        before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    except RuntimeError:  # set in torch's newer way, which the older one cannot read: left as it is
-        yield
-        return
-    torch.backends.cudnn.allow_tf32 = cudnn
-    torch.set_float32_matmul_precision(matrices)
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before[0]
-        torch.set_float32_matmul_precision(before[1])
+def per_sample_gradients(
+    engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Batch
+) -> list[Gradients]:
+    """Compute the gradient of every sample for every parameter, in order, by an engine that is used this once."""
+    batch, found = batch.checked().map(Tensor.detach), PassResult({})
+    if batch.samples:
+        with vmap.refuse_parameter_writes(parameters):
+            found = ENGINES[require_known(engine)](model, loss, parameters, batch)
+    return found.in_order(parameters, batch)
 
 
-def synthetic(batch: Any, kind: str = "normal", count: int | None = None, device: torch.device | None = None) -> Any:
-    """Samples of the same shapes and types that nobody has to protect: no value of ``batch`` is looked at.
+def sum_of_chunk(
+    engine: str, model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: Batch, clip: Clip
+) -> ClippedSum:
+    """Sum the clipped gradients of one batch at the given parameters, by an engine that is used this once."""
+    require_known(engine)
+    return clip.sum(per_sample_gradients(engine, model, loss, parameters, batch), batch.sample_weights)
+
+
+def synthetic_like(
+    batch: Any, kind: str = "normal", count: int | None = None, device: torch.device | None = None
+) -> Any:
+    """Make public samples of the same shapes and types: no value of ``batch`` is looked at.
 
     Args:
         kind: "normal" or "uniform" on (0, 1), for floats; integers are 0 or 1.
         count: samples; None makes as many as there are.
         device: None takes that of each tensor.
+
+    >>> synthetic_like((torch.ones(9, 3), torch.zeros(9)), count=2)[0].shape
+    torch.Size([2, 3])
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -75,8 +81,14 @@ def synthetic(batch: Any, kind: str = "normal", count: int | None = None, device
     return tree_map(like, batch)
 
 
-def disagreement(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> str | None:
-    """Whether hooks give other gradients than one sample at a time, on synthetic samples; None if they do not.
+def synthetic_batch(batch: Batch, kind: str = "normal") -> Batch:
+    """Return a batch like another one, of synthetic samples with the same weights."""
+    inputs, targets = synthetic_like((batch.inputs, batch.targets), kind)
+    return replace(batch, inputs=inputs, targets=targets)
+
+
+def find_disagreement(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> str | None:
+    """Say why hooks would give other gradients than one sample at a time, on synthetic samples; None if they do not.
 
     Hooks can be wrong without noticing where a model uses a weight behind a layer's back. That is a matter of
     correctness: that samples do not meet is proved elsewhere. They are compared near the model's weights, not at them,
@@ -89,10 +101,10 @@ def disagreement(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> str | 
         for kind in ("normal", "uniform"):
             try:
                 twin = copy.deepcopy(model).to(dtype) if dtype else copy.deepcopy(model)
-                quiet(twin)
-                probe = synthetic(batch, kind, _PROBE, device)
+                disable_dropout(twin)
+                probe = synthetic_like(batch, kind, _PROBE, device)
                 x, y = tree_map(lambda t, dtype=dtype: t.to(dtype) if dtype and t.is_floating_point() else t, probe)
-                case = (twin, _weighted(loss), _nearby(twin), x, (y, _sample_weights(x)), 1)
+                case = (twin, _weighted(loss), _nearby(twin), Batch(x, (y, _sample_weights(x))))
                 right = _one_by_one(case)
             except Exception:  # a model that cannot be copied, or cannot run so
                 continue
@@ -106,23 +118,26 @@ def disagreement(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> str | 
 
 def _one_by_one(case: tuple[Any, ...]) -> dict[str, Gradients]:
     try:
-        return universal.per_sample(*case)
+        return vmap.per_sample(*case).gradients
     except Exception:  # whatever torch.func does not support, autograd may
-        return universal.per_sample_loop(*case)
+        return vmap.per_sample_loop(*case).gradients
 
 
-def slower(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: tuple[Any, Any]) -> str:
-    """The fastest of the engines in which samples cannot meet that runs this model, found on synthetic samples."""
+def select_fallback(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: tuple[Any, Any]) -> str:
+    """Find the fastest engine in which samples cannot meet that runs this model, on synthetic samples.
+
+    Raises:
+        ModelMixError: if none does.
+    """
     problem: Exception | None = None
     device = next(model.parameters()).device
     for kind in ("normal", "uniform"):
-        for engine in ("universal", "loop"):
-            x, y = synthetic(batch, kind, _PROBE, device)
+        for engine in vmap.ONE_BY_ONE:
+            probe = Batch(*synthetic_like(batch, kind, _PROBE, device))
             try:
-                with unchanged(parameters):
-                    ENGINES[engine](model, loss, parameters, x, y, 1)
-                    kept = Watch(model, attributes=True)  # what is made once is made by now
-                    ENGINES[engine](model, loss, parameters, x, y, 1)
+                ENGINES[engine](model, loss, parameters, probe)
+                kept = Watch(model, attributes=True)  # what is made once is made by now
+                ENGINES[engine](model, loss, parameters, probe)
                 kept.check()
             except ModelMixError:
                 raise
@@ -130,11 +145,11 @@ def slower(model: nn.Module, loss: Loss, parameters: dict[str, Tensor], batch: t
                 problem = problem or error
             else:
                 return engine
-    raise ModelMixError(f"the model fails on a batch of one sample: {_line(problem)}") from problem
+    raise ModelMixError(f"the model fails on a batch of one sample: {one_line(problem)}") from problem
 
 
 def _nearby(model: nn.Module) -> dict[str, Tensor]:
-    """Other weights, of about the size of the model's."""
+    """Draw other weights, of about the size of the model's."""
     generator = torch.Generator("cpu").manual_seed(0)
     found = {}
     for name, p in model.named_parameters():
@@ -150,12 +165,12 @@ def _sample_weights(inputs: Any) -> Tensor:
 
 
 def _weighted(loss: Loss) -> Loss:
-    return lambda outputs, targets: universal.one_number(loss(outputs, targets[0])) * targets[1].sum()
+    return lambda outputs, targets: vmap.to_scalar(loss(outputs, targets[0])) * targets[1].sum()
 
 
 def _hooks_agree(case: tuple[Any, ...], right: dict[str, Gradients], relative: float, absolute: float) -> bool:
     try:
-        found = hooks.per_sample(*case)
+        found = hooks.per_sample(*case).gradients
         size = torch.stack([g.dense().double().norm() for g in right.values()]).norm()
         for name, g in right.items():
             wanted = g.dense().double()
@@ -167,15 +182,10 @@ def _hooks_agree(case: tuple[Any, ...], right: dict[str, Gradients], relative: f
     return True
 
 
-def quiet(model: nn.Module) -> None:
-    """Dropout off, so that two passes can be compared."""
+def disable_dropout(model: nn.Module) -> None:
+    """Turn dropout off, so that two passes can be compared."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
-
-
-def _line(error: BaseException | None) -> str:
-    text = " ".join(str(error).split())
-    return (text[:200] + "...") if len(text) > 200 else (text or type(error).__name__)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmix.gradients.clipping import MARGIN, Clip
-from modelmix.gradients.gradients import Dense, Outer, Rows
+from modelmix.gradients.clip import MARGIN, Clip
+from modelmix.gradients.forms import DenseGradients, OuterGradients, SparseRowGradients
 
 HERE = torch.get_default_device().type
 
@@ -24,16 +24,16 @@ def forms(draw):
     m, k, width = draw(st.integers(1, 5)), draw(st.integers(1, 6)), draw(st.integers(1, 7))
     kind = draw(st.sampled_from(["dense", "permuted", "outer", "rows"]))
     if kind == "outer":
-        return Outer(spread(m, k), spread(m, width))
+        return OuterGradients(spread(m, k), spread(m, width))
     if kind == "rows":
-        return Rows.of(spread(m, k, width), torch.randint(0, 4, (m, k)), 4)
+        return SparseRowGradients.of(spread(m, k, width), torch.randint(0, 4, (m, k)), 4)
     values = spread(m, k, width, 2)
-    return Dense(values.permute(0, 3, 1, 2) if kind == "permuted" else values)
+    return DenseGradients(values.permute(0, 3, 1, 2) if kind == "permuted" else values)
 
 
 @given(forms(), st.sampled_from([1, 2]), st.sampled_from([None, 1e-3, 1.0]), st.booleans())
 def test_forms_agree_with_their_dense_form(g, norm, bound, on_device):
-    dense = Dense(g.dense().double())
+    dense = DenseGradients(g.dense().double())
     torch.testing.assert_close(g.powers(norm), dense.powers(norm), rtol=1e-5, atol=1e-12)
     scale = torch.rand(g.samples, dtype=torch.float64)
     scale[0] = 0
@@ -46,20 +46,19 @@ def test_forms_agree_with_their_dense_form(g, norm, bound, on_device):
         assert cut is None or not cut.any()
     else:
         assert (cut - wanted_cut).abs().max() <= 1  # a coordinate at the bound may fall to either side
-    torch.testing.assert_close(g.times(3.0).dense(), 3.0 * g.dense())
     torch.testing.assert_close((g + g).dense(), 2.0 * g.dense())
-    torch.testing.assert_close(g.settled().dense(), g.dense())
+    torch.testing.assert_close(g.materialize().dense(), g.dense())
 
 
 @given(st.lists(forms(), min_size=1, max_size=3), st.sampled_from([1, 4, 100]), st.sampled_from([1, 2]))
 def test_the_bounds_hold_for_any_forms_together(gradients, p, norm):
     m = min(g.samples for g in gradients)
-    forms_of_m = [Dense(g.dense()[:m]) if g.samples != m else g for g in gradients]
+    forms_of_m = [DenseGradients(g.dense()[:m]) if g.samples != m else g for g in gradients]
     clip = Clip(1e-4, p, norm)
     for i in range(m):
         weights = torch.zeros(m, dtype=torch.float64)
         weights[i] = 1
-        both = clip.sum(forms_of_m, weights), clip.at_once(forms_of_m, weights, *clip.limits_on(weights.device))
+        both = clip.sum(forms_of_m, weights), clip.sum_traceable(forms_of_m, weights, *clip.limits_on(weights.device))
         for total in (both[0].total, both[1][0]):
             assert float(torch.linalg.vector_norm(total, ord=norm)) <= clip.c
             assert float(total.abs().max()) <= clip.coordinate_bound
@@ -72,7 +71,7 @@ def test_a_product_is_measured_where_its_factors_vanish():
     """1e-170 squared is no number any more, and times 1e160 it is far above the clip."""
     back, seen = torch.full((1, 3), 1e-170, dtype=torch.float64), torch.full((1, 4), 1e160, dtype=torch.float64)
     clip, one = Clip(1e-20), torch.ones(1, dtype=torch.float64)
-    found = clip.sum([Outer(back, seen)], one)
+    found = clip.sum([OuterGradients(back, seen)], one)
     assert found.norms.tolist() == pytest.approx([12**0.5 * 1e-10])
     assert float(found.total.norm()) == pytest.approx(clip.c * (1 - MARGIN))
 
@@ -80,7 +79,7 @@ def test_a_product_is_measured_where_its_factors_vanish():
 def test_touched_rows_stand_in_one_place_each():
     index = torch.tensor([[2, 0, 2, 2], [1, 1, 0, 3]])
     values = torch.randn(2, 4, 3)
-    found = Rows.of(values, index, 5)
+    found = SparseRowGradients.of(values, index, 5)
     dense = torch.zeros(2, 5, 3)
     for n in range(2):
         dense[n].index_add_(0, index[n], values[n])
@@ -94,9 +93,9 @@ def test_a_gradient_that_is_not_finite_adds_nothing(form):
     back = torch.ones(2, 3)
     back[1, 0] = torch.inf
     g = (
-        Outer(back, torch.ones(2, 2))
+        OuterGradients(back, torch.ones(2, 2))
         if form == "outer"
-        else Rows.of(back[:, :, None], torch.tensor([[0, 1, 2]] * 2), 3)
+        else SparseRowGradients.of(back[:, :, None], torch.tensor([[0, 1, 2]] * 2), 3)
     )
     one = torch.ones(2, dtype=torch.float64)
     for p in (1, 4):
@@ -105,4 +104,4 @@ def test_a_gradient_that_is_not_finite_adds_nothing(form):
         alone = clip.sum([g], torch.tensor([1.0, 0.0], dtype=torch.float64))
         assert not bool(torch.isfinite(found.norms[1]))
         assert torch.equal(found.total, alone.total)
-        assert torch.equal(clip.at_once([g], one, *clip.limits_on(one.device))[0], alone.total)
+        assert torch.equal(clip.sum_traceable([g], one, *clip.limits_on(one.device))[0], alone.total)

@@ -13,9 +13,9 @@ from torch import nn
 
 import modelmix as mm
 from modelmix.errors import ModelMixError
-from modelmix.gradients import clipping
-from modelmix.gradients.clipping import MARGIN, Clip
-from modelmix.gradients.engines import ENGINES
+from modelmix.gradients import ENGINES, Batch
+from modelmix.gradients import clip as clipping
+from modelmix.gradients.clip import MARGIN, Clip
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KINDS = list(itertools.product([1, 4, 7, 100], [1, 2]))
@@ -142,7 +142,7 @@ def test_the_bounds_hold_for_gradients_of_large_networks(p, norm):
     )
     x = torch.randn(6, 1, 8, 8) * 10.0 ** torch.tensor([-20.0, -3, 0, 1, 5, 18])[:, None, None, None]
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = ENGINES["hooks"](model, lambda o, t: (o * t).sum(), parameters, x, torch.randn(6, 10), 1)
+    found = ENGINES["hooks"](model, lambda o, t: (o * t).sum(), parameters, Batch(x, torch.randn(6, 10))).gradients
     rows = [found[name].dense().flatten(1) for name in parameters]
     assert sum(g.shape[1] for g in rows) > 250_000
     for c in (1e-6, 1.0):

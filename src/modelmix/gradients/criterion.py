@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from modelmix.errors import ModelMixError
-from modelmix.gradients.engines.universal import Loss, call
+from modelmix.gradients.batch import Loss
+from modelmix.gradients.vmap import call_model
 
 
 def with_class_weights(loss: Loss) -> Loss:
@@ -52,7 +53,7 @@ def require_no_parameters(model: nn.Module, loss: Loss, inputs: Any, targets: An
     """
     try:
         with torch.no_grad():
-            outputs = call(model, inputs)
+            outputs = call_model(model, inputs)
         with torch.enable_grad():
             value = loss(tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, outputs), targets)
     except Exception:  # the engines say better what is wrong
