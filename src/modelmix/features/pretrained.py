@@ -16,7 +16,7 @@ from modelmix.errors import ModelMixError
 from modelmix.features.extractor import Extractor
 from modelmix.features.inputs import Inputs
 from modelmix.features.local import contents, state_dict
-from modelmix.features.own import frozen
+from modelmix.features.user_function import frozen
 
 _CODE = "efficientnet_lite_pytorch"
 _AT_ONCE = {"cpu": 4, "cuda": 256}  # few on a processor, whose caches hold no more

@@ -6,6 +6,7 @@ last two states -> new state; the ledger line comes before the state.
 
 from modelmix.gradients.clipping import Clip
 from modelmix.gradients.engines import clipped_sum
+from modelmix.training.advice import ClipAdvice, HistogramBudget, LossConstants, advise_clip
 from modelmix.training.embedding import Embedding, random_labels
 from modelmix.training.performance import Performance
 from modelmix.training.private import PrivateLoader, PrivateOptimizer, make_private
@@ -15,13 +16,17 @@ from modelmix.training.trainer import Trainer
 
 __all__ = [
     "Clip",
+    "ClipAdvice",
     "Embedding",
+    "HistogramBudget",
+    "LossConstants",
     "Performance",
     "PrivateLoader",
     "PrivateOptimizer",
     "Randomness",
     "Schedule",
     "Trainer",
+    "advise_clip",
     "clipped_sum",
     "make_private",
     "random_labels",
