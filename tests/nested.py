@@ -31,3 +31,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def recipe_of(**flat: Any) -> Recipe:
     """A recipe of keys without their tables."""
     return Recipe.from_mapping(nested(flat))
+
+
+def values(recipe: Recipe, *names: str) -> tuple[Any, ...]:
+    """The values of keys without their tables; None where a table is left out."""
+    found = (place.split(".") for place in places(dict.fromkeys(names)))
+    return tuple(getattr(getattr(recipe, title), key, None) for title, key in found)

@@ -110,7 +110,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     >>> recipe = Recipe(privacy=PrivacyConfig(epsilon=3.0, batch=256, steps=200, mixing_width=2.0))
     >>> recipe = recipe.changed({"model.kind": "linear", "privacy.kind": "plain"})
     >>> round(recipe.plan(10_000).phases[0].mechanism.noise_multiplier, 3)
-    0.768
+    0.905
     """
 
     data: DataConfig = DataConfig()
