@@ -136,7 +136,7 @@ def test_a_run_without_matplotlib_ends_without_a_page_and_says_so(tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "no page was written: it needs matplotlib" in done.stderr
+    assert "no page: it needs matplotlib" in done.stderr
     assert "Report:" not in done.stdout
     assert not (tmp_path / "here" / "report.html").exists()
     assert (tmp_path / "here" / "certificate.json").exists()

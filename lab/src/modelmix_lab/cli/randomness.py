@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from modelmix._checks import check_delta
 from modelmix.accounting.guarantee import Guarantee, guarantee
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.mechanism import Mechanism
@@ -60,6 +61,7 @@ def randomness(
     if kind is None:
         _figure(out, json)
         return
+    check_delta(delta)
     plain = Mechanism(z, q)
     gaussian = guarantee(plain, delta, steps=steps)
     alone = gaussian.epsilon
