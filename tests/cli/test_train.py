@@ -159,7 +159,7 @@ def test_classes_are_declared_and_not_counted(run, recipe, tmp_path):
     recipe.write_text(text)
     code, _, err = run("train", recipe, "--out", tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1)
-    assert "--classes N" in err
+    assert "--set data.classes=N" in err
     code, _, err = run("train", recipe, "--out", tmp_path / "out", "--set", "data.classes=2")
     assert code == 2
     assert "holds label 2" in err

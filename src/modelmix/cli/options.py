@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -218,8 +218,17 @@ def _recipe_option(place: str) -> inspect.Parameter | None:
 
 
 def _changes(given: dict[str, Any]) -> dict[str, Any]:
-    out = {place: value for place, value in given.items() if place != _SET and value is not None}
-    for text in given[_SET] or ():
+    changes = {place: value for place, value in given.items() if place != _SET and value is not None}
+    settings = read_settings(given[_SET] or ())
+    for place in changes.keys() & settings.keys():
+        raise ModelMixError(f"{place} was given 2 times and only one value can count: give it once.")
+    return {**changes, **settings}
+
+
+def read_settings(given: Iterable[str]) -> dict[str, Any]:
+    """Return what --set was given, by table and key."""
+    out: dict[str, Any] = {}
+    for text in given:
         place, equals, value = text.partition("=")
         if not equals:
             raise ModelMixError(f"--set {text} sets nothing: write --set TABLE.KEY=VALUE, as in privacy.delta=1e-6.")
