@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
+from click import UsageError
 
 from modelmix.cli.advise import advise
 from modelmix.cli.audit import audit
@@ -28,6 +29,12 @@ from modelmix.errors import ModelMixError
 
 class Root(OnceGroup):
     """The commands of a program."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command by its name, and say where one of older versions is."""
+        if args[:1] == ["clip-advice"]:
+            raise UsageError("clip-advice is advise clip now", ctx=ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         # Typer would make exit code 130 of it, the same as of a command that has said itself that it stopped.
