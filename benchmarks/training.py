@@ -104,8 +104,10 @@ class Task:
         self.data = DataSet(data.name, Split(self.x, self.y), data.test, data.classes)
         self.recipe = Recipe.load(DEFAULT)
         self.rate = 1 / BATCHES
-        if self.recipe.batch != BATCH:
-            raise SystemExit(f"the default recipe's batch is {self.recipe.batch}: change BATCH and BATCHES to suit it.")
+        if self.recipe.privacy.batch != BATCH:
+            raise SystemExit(
+                f"the default recipe's batch is {self.recipe.privacy.batch}: change BATCH and BATCHES to suit it."
+            )
 
     def model(self) -> Any:
         """The same network with the same weights for everyone."""
@@ -114,7 +116,7 @@ class Task:
         from modelmix.models import Pixels, build
 
         torch.manual_seed(0)
-        return Pixels(build(self.recipe.model, self.data.shape, len(self.data.classes))).to(self.device)
+        return Pixels(build(self.recipe.model.kind, self.data.shape, len(self.data.classes))).to(self.device)
 
     def loader(self, **options: Any) -> Any:
         from torch.utils.data import DataLoader
@@ -173,15 +175,15 @@ def trainer(task: Task, noise: float, option: str, size: int | None) -> Steps:
 
     rule, engine = option.split()
     recipe = task.recipe
-    width = float(recipe.mixing_width) if rule == "mix" else 0.0
+    width = float(recipe.privacy.mixing_width) if rule == "mix" else 0.0
     made = mm.Trainer(
         task.model(),
         nn.CrossEntropyLoss(),
         (task.x, task.y),
         mm.Plan.of(mm.Mechanism(noise, task.rate, width), 10**6),
-        clip=recipe.clip,
-        lr=recipe.schedule("lr"),
-        rule=mm.Rule(rule, ema=recipe.ema),
+        clip=recipe.privacy.clip,
+        lr=recipe.schedule("optimizer.lr"),
+        rule=mm.Rule(rule, ema=recipe.optimizer.ema),
         options=mm.RunOptions(performance=mm.Performance(device=task.device, engine=engine, chunk=size)),
     )
 
@@ -200,11 +202,11 @@ def make_private(task: Task, noise: float, option: str, size: int | None) -> Ste
     model = task.model()
     model, optimizer, loader, criterion = mm.make_private(
         model,
-        torch.optim.SGD(model.parameters(), lr=task.recipe.schedule("lr").at(1)),
+        torch.optim.SGD(model.parameters(), lr=task.recipe.schedule("optimizer.lr").at(1)),
         task.loader(shuffle=True),
         nn.CrossEntropyLoss(),
         plan=mm.Plan.of(mm.Mechanism(noise, task.rate), 10**6),
-        clip=task.recipe.clip,
+        clip=task.recipe.privacy.clip,
         options=mm.LoopOptions(chunk=size),
     )
     batches = endless(loader)
@@ -223,7 +225,7 @@ def make_private(task: Task, noise: float, option: str, size: int | None) -> Ste
 def opacus(task: Task, noise: float, option: str, size: int | None) -> Steps:
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
-    model, optimizer, criterion, loader = opacus_parts(task, noise, option, task.recipe.clip)
+    model, optimizer, criterion, loader = opacus_parts(task, noise, option, task.recipe.privacy.clip)
     taken = 0
 
     def count(*_: Any) -> None:
@@ -258,7 +260,7 @@ def opacus_parts(task: Task, noise: float, mode: str, clip: float) -> tuple[Any,
     model, criterion = task.model(), nn.CrossEntropyLoss()
     parts = PrivacyEngine().make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=task.recipe.schedule("lr").at(1)),
+        optimizer=torch.optim.SGD(model.parameters(), lr=task.recipe.schedule("optimizer.lr").at(1)),
         criterion=criterion,
         data_loader=task.loader(shuffle=True),
         noise_multiplier=noise,
@@ -379,11 +381,11 @@ def look(pipe: Any, device: str) -> None:
             "task": {
                 "data": task.data.name,
                 "samples": len(task.y),
-                "model": task.recipe.model,
+                "model": task.recipe.model.kind,
                 "parameters": sum(p.numel() for p in task.model().parameters()),
                 "expected_batch": BATCH,
                 "sample_rate": task.rate,
-                "clip": task.recipe.clip,
+                "clip": task.recipe.privacy.clip,
                 "noise_multiplier": task.noise(),
             },
             "versions": versions,
@@ -399,7 +401,7 @@ def agreement(task: Task) -> dict[str, float]:
     For every engine and every mode of Opacus the distance from one sample after the other through autograd, relative to
     its length; the larger one of two clips.
     """
-    found = [distances(task, clip) for clip in (task.recipe.clip, HALF)]
+    found = [distances(task, clip) for clip in (task.recipe.privacy.clip, HALF)]
     return {name: max(one[name] for one in found) for name in found[0]}
 
 

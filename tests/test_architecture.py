@@ -116,7 +116,7 @@ print(time.perf_counter() - start, *(name for name in (*{HEAVY!r}, "numpy", "sci
     [
         ["curve", "--z", "1", "--q", "0.1", "--steps", "5"],
         ["compare", "--map"],
-        ["clip-advice"],
+        ["advise", "clip"],
     ],
     ids=lambda words: words[0],
 )

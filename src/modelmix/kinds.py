@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from modelmix.accounting.ledger import Ledger
+    from modelmix.config.feature_spec import FeaturesConfig
     from modelmix.config.recipe import Recipe
     from modelmix.data import DataSet
     from modelmix.features.cache import Transform
@@ -58,13 +59,13 @@ class NamedFeatures:
     """Features of images with a name.
 
     Args:
-        make: the transforms whose features stand beside each other.
-        prior: whether they need the weights that ``prior`` of a recipe names.
+        make: the transforms whose features stand beside each other, from the table ``[features]`` of a recipe.
+        prior: whether they need the weights that ``features.prior`` of a recipe names.
         mirror: whether they may look at the mirror image as well.
         logarithm: whether logarithms of them are whitened in place of themselves.
     """
 
-    make: Callable[[Recipe, torch.device], tuple[Transform, ...]]
+    make: Callable[[FeaturesConfig, torch.device], tuple[Transform, ...]]
     prior: bool = False
     mirror: bool = True
     logarithm: bool = False
@@ -105,7 +106,7 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {}
 RULES: dict[str, Callable[..., Rule]] = {}
 """Rules of steps that train and prove nothing: model, whether gradients are embedded, fields of ``Rule`` -> a rule."""
 STARTS: list[Callable[[str, nn.Module], None]] = []
-"""Put the weights that ``prior`` of a recipe names into a network; the last one counts."""
+"""Put the weights that ``model.prior`` of a recipe names into a network; the last one counts."""
 ATTACKS: list[Callable[[Ledger, float, int, bool], list[dict[str, Any]]]] = []
 """Attacks on a run whose claim is not proved: ledger, delta, seed, quick -> rows of ``modelmix audit``."""
 
@@ -113,5 +114,5 @@ ATTACKS: list[Callable[[Ledger, float, int, bool], list[dict[str, Any]]]] = []
 def start_from(prior: str, network: nn.Module) -> None:
     """Put the weights of a prior into a network."""
     if not STARTS:
-        raise ModelMixError(f"prior = {prior!r} is unknown: priors come with modelmix-lab. Leave it out.")
+        raise ModelMixError(f"model.prior = {prior!r} is unknown: priors come with modelmix-lab. Leave it out.")
     STARTS[-1](prior, network)

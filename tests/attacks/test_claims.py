@@ -146,12 +146,12 @@ def test_a_plan_that_is_not_of_the_run_is_refused_everywhere(run, tmp_path, chan
         assert (code, out) == (2, ""), command
         assert re.search("plan", err), command
     with pytest.raises(mm.ModelMixError, match="plan"):
-        Recipe.load(_recipe(tmp_path, folder)).before()
+        Recipe.load(_recipe(tmp_path, folder)).privacy.before()
 
 
 def _recipe(place: Path, spent: Path) -> Path:
     path = place / "recipe.toml"
-    given = 'mechanism = "plain"\nepsilon = 50\nbatch = 50\nsteps = 10\n'
+    given = '[privacy]\nkind = "plain"\nepsilon = 50\nbatch = 50\nsteps = 10\n'
     path.write_text(f"{given}spent = {json.dumps(str(spent))}\n")
     return path
 
@@ -167,7 +167,7 @@ def test_a_run_that_stopped_counts_as_its_plan_at_every_door(run, tmp_path):
         for command in ("epsilon", "compare"):
             assert json.loads(run(command, "--ledger", place, "--json")[1])["epsilon"] == plan
             assert "counted as its plan of 1,000 steps; 50 were taken" in run(command, "--ledger", place)[1]
-        assert Recipe.load(_recipe(tmp_path, place)).before().steps == 1000
+        assert Recipe.load(_recipe(tmp_path, place)).privacy.before().steps == 1000
     report = re.sub("<[^>]*>", " ", render(read_run(folder)))
     assert f"{math.ceil(plan * 1e4) / 1e4:.4f}" in report
     elsewhere = tmp_path / "ledger.json"

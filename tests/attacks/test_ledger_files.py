@@ -41,14 +41,14 @@ def run(capsys):
 
 @pytest.fixture
 def look(run, tmp_path):
-    """``clip-advice`` on private samples, charged to a ledger file."""
+    """``advise clip`` on private samples, charged to a ledger file."""
     rng = np.random.default_rng(0)
     arrays = {f"x_{part}": rng.standard_normal((300, 5)) for part in ("train", "test")}
     np.savez(tmp_path / "mine.npz", **arrays, y_train=np.arange(300) % 2, y_test=np.arange(300) % 2)
 
     def call(ledger: Path, *more: object, epsilon: float = 1) -> tuple[int, str, str]:
         given = ["--data", tmp_path / "mine.npz", "--classes", 2, "--model", "linear", "--out", tmp_path / "a.png"]
-        return run("clip-advice", *given, "--epsilon", epsilon, "--delta", 1e-4, "--ledger", ledger, *more)
+        return run("advise", "clip", *given, "--epsilon", epsilon, "--delta", 1e-4, "--ledger", ledger, *more)
 
     return call
 
@@ -102,15 +102,15 @@ def test_no_writer_of_a_ledger_file_forgets_another(tmp_path):
 
 def test_a_look_is_added_to_what_the_file_holds_then(look, tmp_path, monkeypatch):
     """Another release was charged while the noise of this one was being calibrated."""
-    from modelmix.cli import clip_advice
+    from modelmix.training import advice
 
-    path, calibrate = tmp_path / "spent.json", clip_advice.calibrate
+    path, calibrate = tmp_path / "spent.json", advice.calibrate
 
     def slow(**given):
         append_to_ledger(path, lambda before: (before or mm.Ledger(population=300)).add(B, 7))
         return calibrate(**given)
 
-    monkeypatch.setattr(clip_advice, "calibrate", slow)
+    monkeypatch.setattr(advice, "calibrate", slow)
     assert look(path)[0] == 0
     assert mm.Ledger.load(path).steps == 8
 

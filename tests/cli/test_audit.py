@@ -60,8 +60,8 @@ def test_a_recipe(run, tmp_path, monkeypatch):
     x, y = np.zeros((50, 3), dtype=np.float32), np.arange(50) % 2
     np.savez("data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     (tmp_path / "r.toml").write_text(
-        'data = "data.npz"\nclasses = 2\nmodel = "linear"\n'
-        'mechanism = "plain"\nnoise_multiplier = 1.0\nbatch = 25\nsteps = 3\n'
+        '[data]\nsource = "data.npz"\nclasses = 2\n[model]\nkind = "linear"\n'
+        '[privacy]\nkind = "plain"\nnoise_multiplier = 1.0\nbatch = 25\nsteps = 3\n'
     )
     code, out, error = run("audit", "r.toml", "--quick", "--trials", 5000, "--json")
     assert code == 0, error

@@ -200,6 +200,7 @@ NONSENSE = {
     "word for a number": (["epsilon", "--z", "much", "--q", 0.1], "--z"),
     "unknown option": (["epsilon", "--zz", 1], "--zz"),
     "unknown command": (["epsilonn"], "epsilonn"),
+    "a command of before": (["clip-advice", "--public"], "clip-advice is advise clip now. See modelmix "),
     "unknown law": (["epsilon", "--z", 1, "--q", 0.1, "--steps", 10, "--law", "cauchy"], "gaussian, laplace"),
     "nothing given": (["epsilon"], "--z, --q and --steps"),
     "steps missing": (["epsilon", "--z", 1, "--q", 0.1], "--steps"),

@@ -129,8 +129,21 @@ def test_a_resumed_folder_without_a_run_is_told(run, tmp_path):
     arrays = {f"x_{part}": rng.standard_normal((60, 3)).astype(np.float32) for part in ("train", "test")}
     np.savez(tmp_path / "d.npz", **arrays, y_train=Y.numpy(), y_test=Y.numpy())
     out = tmp_path / "new"
-    given = ["--data", tmp_path / "d.npz", "--classes", 2, "--model", "linear", "--mechanism", "plain", "--steps", 2]
-    code, _, err = run("train", *given, "--batch", 30, "--z", 1, "--delta", 1e-3, "--out", out, "--resume")
+    given = [
+        "--data",
+        tmp_path / "d.npz",
+        "--set",
+        "data.classes=2",
+        "--model",
+        "linear",
+        "--mechanism",
+        "plain",
+        "--steps",
+        2,
+    ]
+    code, _, err = run(
+        "train", *given, "--batch", 30, "--set", "privacy.noise_multiplier=1", "--delta", 1e-3, "--out", out, "--resume"
+    )
     assert code == 0
     assert f"{out} holds no run: a new one begins.\n" in err
     assert "holds no run" not in run("train", "--out", out, "--resume")[2]

@@ -44,17 +44,13 @@ def run(capsys):
 @pytest.mark.parametrize(("path", "option"), OPTIONS)
 def test_a_single_value_given_twice_is_refused(run, path, option):
     if not takes_one(option):
-        assert option.name in ("ledger", "spent", "row", "kind")
+        assert option.name in ("ledger", "spent", "row", "kind", "settings")
         return
     given = [option.opts[0]] if option.is_flag else [option.opts[0], "1"]
     code, out, err = run(*path, *given, *given)
     assert (code, out) == (2, "")
     assert "was given 2 times" in err
     assert err.count("\n") == 1
-
-
-def test_both_halves_of_a_switch_are_one_option(run):
-    assert "was given 2 times" in run("train", "--compile", "--no-compile")[2]
 
 
 def test_ledgers_add_up(run, tmp_path):

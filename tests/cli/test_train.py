@@ -20,21 +20,31 @@ import pytest
 import torch
 
 import modelmix as mm
-from modelmix.config.recipe import DEFAULT, MECHANISMS, Recipe
+from modelmix.config.privacy import MECHANISMS
+from modelmix.config.recipe import DEFAULT, Recipe
 from modelmix.gradients import engine
 from modelmix.runs.folder import RunFolder
 
 RECIPE = """
-name = "tiny"
-data = "{folder}/data.npz"
+[data]
+source = "{folder}/data.npz"
 classes = 3
-model = "linear"
+
+[model]
+kind = "linear"
+
+[privacy]
 epsilon = 3.0
 steps = 6
 batch = 40
-lr = {{ schedule = "linear", start = 1.0, end = 0.5 }}
 mixing_width = 2.0
+
+[optimizer]
+lr = {{ schedule = "linear", start = 1.0, end = 0.5 }}
 ema = 0.9
+
+[run]
+name = "tiny"
 evaluate_every = 2
 """
 FILES = {
@@ -94,7 +104,7 @@ def test_a_run_for_people(run, recipe, tmp_path):
 
 def test_the_ledger_of_a_run_can_be_verified_and_its_page_published(run, recipe, tmp_path):
     folder = tmp_path / "out"
-    run("train", recipe, "--out", folder, "--seed", 271828)
+    run("train", recipe, "--out", folder, "--set", "run.seed=271828")
     ledger = mm.Ledger.load(folder / "ledger.json")
     assert ledger == replace(Recipe.load(recipe).plan(240).ledger, seeded=True)
     code, out, _ = run("verify", folder, "--claim", 3)
@@ -128,7 +138,9 @@ def test_a_run_for_scripts(run, recipe, tmp_path):
 def test_a_population_is_public_and_the_number_of_samples_is_told_nowhere(run, recipe, tmp_path):
     """240 samples, planned for a population of 400: no file that may be shared and no line says 240."""
     folder = tmp_path / "out"
-    code, out, err = run("train", recipe, "--out", folder, "--population", 400, "--test-public")
+    code, out, err = run(
+        "train", recipe, "--out", folder, "--set", "privacy.population=400", "--set", "data.test_public=true"
+    )
     assert code == 0
     run("report", folder, "--public")
     ledger = mm.Ledger.load(folder / "ledger.json")
@@ -147,18 +159,18 @@ def test_classes_are_declared_and_not_counted(run, recipe, tmp_path):
     recipe.write_text(text)
     code, _, err = run("train", recipe, "--out", tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1)
-    assert "--classes N" in err
-    code, _, err = run("train", recipe, "--out", tmp_path / "out", "--classes", 2)
+    assert "--set data.classes=N" in err
+    code, _, err = run("train", recipe, "--out", tmp_path / "out", "--set", "data.classes=2")
     assert code == 2
     assert "holds label 2" in err
     assert "(for the data holder's eyes)" in err
     assert not (tmp_path / "out").exists()
-    assert run("train", recipe, "--out", tmp_path / "out", "--test-public", "--json")[0] == 0
+    assert run("train", recipe, "--out", tmp_path / "out", "--set", "data.test_public=true", "--json")[0] == 0
 
 
 def test_two_unseeded_runs_differ_and_two_seeded_ones_do_not(run, recipe, tmp_path):
     states = []
-    for i, options in enumerate([[], [], ["--seed", 4], ["--seed", 4]]):
+    for i, options in enumerate([[], [], ["--set", "run.seed=4"], ["--set", "run.seed=4"]]):
         run("train", recipe, "--out", tmp_path / f"{i}", "--json", *options)
         states.append((tmp_path / f"{i}" / "model.pt").read_bytes())
     assert states[0] != states[1]
@@ -166,16 +178,19 @@ def test_two_unseeded_runs_differ_and_two_seeded_ones_do_not(run, recipe, tmp_pa
 
 
 def test_a_seed_is_for_tests_only_and_every_page_says_so(run, recipe, tmp_path):
-    code, out, _ = run("train", recipe, "--out", tmp_path / "out", "--seed", 4)
+    code, out, _ = run("train", recipe, "--out", tmp_path / "out", "--set", "run.seed=4")
     assert code == 0
     assert "Seeded: for tests only; it holds only against those who neither know the seed" in out
     assert not (tmp_path / "out" / "certificate.json").exists()
     assert "Seeded: for tests only" in run("verify", tmp_path / "out")[1]
     assert "for tests only" in (tmp_path / "out" / "report.html").read_text()
-    assert json.loads(run("train", recipe, "--out", tmp_path / "two", "--seed", 4, "--json")[1])["seeded"] is True
+    assert (
+        json.loads(run("train", recipe, "--out", tmp_path / "two", "--set", "run.seed=4", "--json")[1])["seeded"]
+        is True
+    )
 
 
-@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if not name.startswith("embedding")])
+@pytest.mark.parametrize("mechanism", list(MECHANISMS))
 def test_every_mechanism(run, recipe, tmp_path, mechanism):
     law, rule, mixes = MECHANISMS[mechanism]
     folder = tmp_path / "out"
@@ -207,7 +222,7 @@ def test_the_released_configuration_never_shows_a_proved_epsilon(run, recipe, tm
     config = json.loads((folder / "config.json").read_text())
     claim = config.pop("claimed_epsilon")
     assert 2.9 < claim <= 3
-    assert config["recipe"].pop("epsilon") == 3.0  # what was asked for
+    assert config["recipe"]["privacy"].pop("epsilon") == 3.0  # what was asked for
     assert "epsilon" not in json.dumps(config)
     run("report", folder, "--public")
     texts = {path.name: path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".html")}
@@ -238,7 +253,7 @@ def test_the_released_configuration_never_shows_a_proved_epsilon(run, recipe, tm
 def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
     """The recipe need not be named again: the folder knows it, with what was changed on the command line."""
     whole, cut = tmp_path / "whole", tmp_path / "cut run"
-    options = [recipe, "--seed", 4, "--lr", 0.25, "--chunk", 8]
+    options = [recipe, "--set", "run.seed=4", "--lr", 0.25, "--set", "run.chunk=8"]
     run("train", *options, "--out", whole)
     genuine, calls = engine.Engine.__call__, [0]
 
@@ -254,7 +269,7 @@ def test_ctrl_c_says_how_to_go_on(run, recipe, tmp_path, monkeypatch):
     assert (code, out) == (130, "")
     assert 0 < step < 6
     assert err.splitlines()[1:] == [f"stopped at step {step}; go on with: modelmix train --out '{cut}' --resume"]
-    code, _, err = run("train", "--out", cut, "--resume", "--chunk", 8)
+    code, _, err = run("train", "--out", cut, "--resume", "--set", "run.chunk=8")
     assert code == 0
     assert f"(resumed at step {step})" in err
     assert timeless(cut) == timeless(whole)
@@ -273,7 +288,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(run, recipe, tmp_path, monkeyp
 
 def test_sigterm_keeps_the_last_state(run, recipe, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = [recipe, "--seed", 4, "--chunk", 8]
+    options = [recipe, "--set", "run.seed=4", "--set", "run.chunk=8"]
     run("train", *options, "--out", whole)
     genuine, calls = engine.Engine.__call__, [0]
 
@@ -288,7 +303,7 @@ def test_sigterm_keeps_the_last_state(run, recipe, tmp_path, monkeypatch):
     code, out, _ = run("train", *options, "--out", cut)
     assert (code, out) == (143, "")
     assert 0 < RunFolder(cut).load_checkpoint()[1]["step"] < 6
-    assert run("train", "--out", cut, "--resume", "--chunk", 8)[0] == 0
+    assert run("train", "--out", cut, "--resume", "--set", "run.chunk=8")[0] == 0
     assert visible(cut) == FILES - {"certificate.json"}
     for name in ("model.pt", "ledger.json"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
@@ -315,31 +330,54 @@ def test_resume_begins_where_there_is_nothing(run, recipe, tmp_path):
 # Refusals.
 
 NONSENSE = {
-    "two targets": (["{recipe}", "--epsilon", 2, "--z", 1], "--epsilon and --z say the same thing"),
+    "two targets": (
+        ["{recipe}", "--epsilon", 2, "--set", "privacy.noise_multiplier=1"],
+        "[privacy] needs one of epsilon, noise_multiplier for modelmix: it has epsilon and noise_multiplier",
+    ),
     "no run to resume": (["--out", "nowhere", "--resume"], "holds no run: check the folder"),
-    "mirror of pixels": (["{recipe}", "--mirror"], "mirror = true is for features of patches, priors and networks"),
-    "no such folder": (["--data", "nowhere", "--image-size", "32"], "is not there: allowed are"),
+    "mirror of pixels": (
+        ["{recipe}", "--set", "features.mirror=true"],
+        "object missing required field `kind`",
+    ),
+    "no such folder": (["--data", "nowhere", "--set", "data.image_size=32"], "is not there: allowed are"),
     "nothing to resume": (["{recipe}", "--resume"], "--resume needs --out"),
     "no such recipe": (["nowhere.toml"], "cannot read nowhere.toml"),
-    "no recipe": (["{data}"], "give a .toml or .yaml recipe"),
+    "no recipe": (["{data}"], "cannot be read as TOML"),
     "unknown mechanism": (["{recipe}", "--mechanism", "mix"], "choose one of modelmix"),
-    "plain with a width": (["{recipe}", "--mechanism", "plain", "--omega", 1], "plain does not mix"),
-    "no steps": (["{recipe}", "--steps", 0], "1 or more"),
+    "plain with a width": (
+        ["{recipe}", "--mechanism", "plain", "--set", "privacy.mixing_width=1"],
+        "plain does not mix",
+    ),
+    "no steps": (["{recipe}", "--steps", 0], "privacy.steps = 0 is not allowed: expected `int` >= 1"),
     "half a step": (["{recipe}", "--steps", 1.5], "--steps"),
-    "negative epsilon": (["{recipe}", "--epsilon", -1], "greater than 0"),
-    "delta one": (["{recipe}", "--delta", 1], "strictly between 0 and 1"),
+    "negative epsilon": (["{recipe}", "--epsilon", -1], "> 0"),
+    "delta one": (["{recipe}", "--delta", 1], "< 1"),
     "large batch": (["{recipe}", "--batch", 999], "at most 1"),
-    "no clip": (["{recipe}", "--clip", 0], "greater than 0"),
-    "momentum one": (["{recipe}", "--momentum", 1], "below 1"),
+    "no clip": (["{recipe}", "--clip", 0], "> 0"),
+    "momentum one": (["{recipe}", "--set", "optimizer.momentum=1"], "< 1"),
     "unknown model": (["{recipe}", "--model", "resnet"], "cnn, linear, mlp"),
     "features for a cnn": (["{recipe}", "--model", "cnn"], "use linear or mlp"),
     "no such data": (["{recipe}", "--data", "nowhere.npz"], "nowhere.npz"),
     "no such device": (["{recipe}", "--device", "abacus"], "this machine has cpu"),
-    "unknown engine": (["{recipe}", "--engine", "steam"], "choose auto, hooks"),
-    "no chunk": (["{recipe}", "--chunk", 0], "1 or more"),
+    "unknown engine": (["{recipe}", "--set", "run.engine=steam"], "choose one of auto, hooks"),
+    "no chunk": (["{recipe}", "--set", "run.chunk=0"], ">= 1"),
     "into a file": (["{recipe}", "--out", "{data}"], "is a file"),
     "into a full folder": (["{recipe}", "--out", "{home}"], "not empty"),
-    "unknown option": (["{recipe}", "--tau", 1], "--tau"),
+    "unknown option": (["{recipe}", "--wombat", 1], "No such option: --wombat"),
+    "an option of before": (
+        ["{recipe}", "--omega", 1],
+        "give --set privacy.mixing_width=VALUE",
+    ),
+    "a switch of before": (["{recipe}", "--no-mirror"], "give --set features.mirror=VALUE"),
+    "a prior of before": (["{recipe}", "--prior", "x"], "give --set model.prior=VALUE or --set features.prior=VALUE"),
+    "set without a value": (["{recipe}", "--set", "privacy.delta"], "write --set TABLE.KEY=VALUE"),
+    "set without a table": (
+        ["{recipe}", "--set", "delta=1e-6"],
+        "did you mean privacy.delta?",
+    ),
+    "set twice": (["{recipe}", "--set", "run.seed=1", "--set", "run.seed=2"], "run.seed was given 2 times"),
+    "set beside its option": (["{recipe}", "--delta", 1e-6, "--set", "privacy.delta=1e-5"], "was given 2 times"),
+    "set to nothing": (["{recipe}", "--set", "privacy.steps="], "privacy.steps = '' is not allowed"),
 }
 
 
@@ -364,7 +402,7 @@ def test_a_run_is_not_resumed_as_another(run, recipe, tmp_path):
         "holds a run already": [recipe],
         "another plan": ["--resume", "--delta", 1e-6],
         "(lr)": [recipe, "--resume", "--lr", 0.1],
-        "(seed)": ["--resume", "--seed", 1],
+        "(seed)": ["--resume", "--set", "run.seed=1"],
         "other settings (ema, lr": [
             DEFAULT,
             "--resume",
@@ -374,8 +412,8 @@ def test_a_run_is_not_resumed_as_another(run, recipe, tmp_path):
             data,
             "--batch",
             40,
-            "--classes",
-            3,
+            "--set",
+            "data.classes=3",
         ],
     }
     for said, arguments in cases.items():
@@ -387,6 +425,23 @@ def test_a_run_is_not_resumed_as_another(run, recipe, tmp_path):
     assert (code, err.count("\n")) == (2, 1)
     assert "a ledger is about one data set" in err
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_of_an_older_program_can_be_read_and_not_resumed(run, recipe, tmp_path):
+    """Version 2 of config.json had recipes without tables."""
+    folder = tmp_path / "out"
+    run("train", recipe, "--out", folder)
+    epsilon = json.loads(run("verify", folder, "--json")[1])["epsilon"]
+    config = json.loads((folder / "config.json").read_text())
+    older = {**config, "version": 2, "recipe": {"name": "tiny", "features": "net.onnx", "epsilon": 3.0, "steps": 6}}
+    (folder / "config.json").write_text(json.dumps(older))
+    assert json.loads(run("verify", folder, "--json")[1])["epsilon"] == epsilon
+    assert run("report", folder)[0] == 0
+    assert "no private sample taught the network of the features, net.onnx" in (folder / "report.html").read_text()
+    for arguments in ([], [recipe]):
+        code, out, err = run("train", *arguments, "--out", folder, "--resume")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "was begun by an older program (version 2 of config.json, this one writes 3)" in err
 
 
 def test_a_warning_is_one_line_too(run, recipe, tmp_path):
@@ -406,9 +461,9 @@ def test_the_shown_recipe_can_be_fed_back(run, recipe, tmp_path):
     assert text == DEFAULT.read_text()
     (tmp_path / "own.toml").write_text(text)
     assert Recipe.load(tmp_path / "own.toml") == Recipe.load(DEFAULT)
-    _, text, _ = run("train", recipe, "--show-recipe", "--epsilon", 2, "--mechanism", "plain", "--seed", 1)
+    _, text, _ = run("train", recipe, "--show-recipe", "--epsilon", 2, "--mechanism", "plain", "--set", "run.seed=1")
     (tmp_path / "own.toml").write_text(text)
-    wanted = Recipe.load(recipe).changed(epsilon=2.0, mechanism="plain", seed=1)
+    wanted = Recipe.load(recipe).changed({"privacy.epsilon": 2.0, "privacy.kind": "plain", "run.seed": 1})
     assert Recipe.load(tmp_path / "own.toml") == wanted
     assert run("train", tmp_path / "own.toml", "--out", tmp_path / "out", "--json")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["recipe"] == wanted.as_dict()
@@ -435,9 +490,11 @@ def test_help_reads_well_at_eighty_columns(run, monkeypatch):
     assert code == 0
     assert max(len(line) for line in out.splitlines()) <= 80
     flat = " ".join(out.split())
-    for option in ("--mechanism", "--epsilon", "--resume", "--seed", "--show-recipe", "--json", "--data", "--chunk"):
+    for option in ("--mechanism", "--epsilon", "--resume", "--set", "--show-recipe", "--json", "--data", "--spent"):
         assert option in flat
-    assert "tests only" in flat
+    assert [flat.index(f" {panel} ") for panel in ("basic", "privacy", "advanced")] == sorted(
+        flat.index(f" {panel} ") for panel in ("basic", "privacy", "advanced")
+    )
     assert "modelmix train --out runs/mine --resume" in flat
 
 
@@ -478,7 +535,7 @@ def _on_a_terminal(arguments: list[object], interrupt_at: bytes | None = None) -
 
 
 def test_a_terminal_sees_steps_speed_and_epsilon(recipe, tmp_path):
-    code, shown = _on_a_terminal([recipe, "--out", tmp_path / "out", "--seed", 1])
+    code, shown = _on_a_terminal([recipe, "--out", tmp_path / "out", "--set", "run.seed=1"])
     assert code == 0
     last = [line for line in re.split(r"[\r\n]+", shown) if "training" in line][-1]
     assert len(last) <= 80
@@ -489,7 +546,17 @@ def test_a_terminal_sees_steps_speed_and_epsilon(recipe, tmp_path):
 
 def test_ctrl_c_on_a_terminal(recipe, tmp_path):
     folder = tmp_path / "out"
-    arguments = [recipe, "--out", folder, "--z", 1, "--steps", 100000, "--mechanism", "released"]
+    arguments = [
+        recipe,
+        "--out",
+        folder,
+        "--set",
+        "privacy.noise_multiplier=1",
+        "--steps",
+        100000,
+        "--mechanism",
+        "released",
+    ]
     code, shown = _on_a_terminal(arguments, interrupt_at=b"steps/s")
     assert code == 130
     assert "epsilon: not proved" in shown

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from nested import places, recipe_of
 
 import modelmix as mm
 from modelmix.config.recipe import Recipe
@@ -32,22 +33,22 @@ def folder(tmp_path, monkeypatch):
 
 
 def recipe(**changes):
-    return Recipe.from_mapping({"data": "data.npz", "classes": 3, **SMALL, **changes})
+    return recipe_of(**{"data": "data.npz", "classes": 3, **SMALL, **changes})
 
 
 @pytest.mark.parametrize(
     ("mechanism", "more", "wanted"),
     [
-        ("embedding", {}, mm.EmbeddingMechanism(1.0, 20 / 60, clip_ratio=2.5)),
-        ("embedding-average", {"p": 4}, mm.EmbeddingMechanism(1.0, 20 / 60, p=4, clip_ratio=2.5)),
+        ("plain", {}, mm.EmbeddingMechanism(1.0, 20 / 60, clip_ratio=2.5)),
+        ("average", {"p": 4}, mm.EmbeddingMechanism(1.0, 20 / 60, p=4, clip_ratio=2.5)),
         (
-            "embedding-modelmix", {"tau_over_eta": 0.05, "p": 4},
+            "modelmix", {"tau_over_eta": 0.05, "p": 4},
             mm.EmbeddingMechanism(1.0, 20 / 60, 0.05 * 20 / 0.4, 4, clip_ratio=2.5),
         ),
     ],
 )  # fmt: skip
 def test_a_recipe_trains_what_its_ledger_says(run, folder, monkeypatch, mechanism, more, wanted):
-    if mechanism != "embedding-modelmix":  # one page is enough: it takes longer than a run
+    if mechanism != "modelmix":  # one page is enough: it takes longer than a run
         monkeypatch.setattr(page, "write_report", lambda folder: None)
     one = recipe(mechanism=mechanism, **more)
     (folder / "recipe.toml").write_text(one.as_toml())
@@ -60,19 +61,19 @@ def test_a_recipe_trains_what_its_ledger_says(run, folder, monkeypatch, mechanis
     assert json.loads(out)["epsilon"] == pytest.approx(mm.epsilon(wanted, 1e-5, steps=3))
     assert json.loads((folder / "here/config.json").read_text())["settings"]["embedding"]["samples"] == 12
     assert run("verify", "here", "--claim", mm.epsilon(ledger, 1e-5))[0] == 0
-    if mechanism == "embedding-modelmix":
+    if mechanism == "modelmix":
         assert "gaussian, embedded 2.5" in (folder / "here/report.html").read_text()
 
 
 def test_noise_is_calibrated_to_epsilon():
-    plan = recipe(mechanism="embedding-modelmix", mixing_width=5.0).changed(epsilon=3.0).plan(60)
+    plan = recipe(mechanism="modelmix", mixing_width=5.0).changed(places({"epsilon": 3.0})).plan(60)
     assert isinstance(plan.phases[0].mechanism, mm.EmbeddingMechanism)
     assert 2.99 < mm.epsilon(plan, 1e-5) <= 3.0
 
 
 def test_the_authors_configuration_is_not_proved(run, folder, monkeypatch):
     monkeypatch.setattr(page, "write_report", lambda folder: None)
-    one = recipe(mechanism="embedding-released", tau_over_eta=0.05, p=4, momentum=0.9, second_start=True)
+    one = recipe(mechanism="released", tau_over_eta=0.05, p=4, momentum=0.9, second_start=True)
     (folder / "recipe.toml").write_text(one.as_toml())
     code, out, _ = run("train", "recipe.toml", "--out", "here", "--json")
     assert code == 0
@@ -93,10 +94,10 @@ def test_public_images_come_by_path_or_from_the_data_directory(folder, monkeypat
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: recipe(mechanism="plain"), "plain does not embed gradients: leave out public"),
-        (lambda: recipe(mechanism="embedding", public=None), "needs public and embedding_clip"),
-        (lambda: recipe(mechanism="embedding", features="efficientnet-lite0"), "leave out features"),
-        (lambda: recipe(mechanism="embedding", embedding_clip=-1.0), "embedding_clip = -1"),
+        (lambda: recipe(mechanism="plain", embedding_clip=None), "basis and groups are of embedded gradients"),
+        (lambda: recipe(mechanism="plain", public=None), "data.public is for privacy.embedding_clip"),
+        (lambda: recipe(mechanism="plain", features="efficientnet-lite0"), "leave [features] out"),
+        (lambda: recipe(mechanism="plain", embedding_clip=-1.0), "embedding_clip = -1"),
         (lambda: public_images("absent.npz", (1, 6, 6)), "no public images 'absent.npz'"),
         (lambda: public_images("public.npz", (3, 8, 8)), "the private ones (3, 8, 8)"),
         (lambda: public_images("data.npz", (1, 6, 6)), "not an .npz file with an array x"),

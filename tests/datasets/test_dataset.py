@@ -198,7 +198,7 @@ def test_an_npz_file_with_something_wrong(tmp_path, changed, reason):
 
 def test_private_labels_are_not_counted(tmp_path):
     np.savez(tmp_path / "mine.npz", **arrays())
-    assert "private labels are not counted: give --classes N" in refused(tmp_path / "mine.npz")
+    assert "private labels are not counted: give classes" in refused(tmp_path / "mine.npz")
     assert load(tmp_path / "mine.npz", test_public=True).classes == ("0", "1")
     assert load(tmp_path / "mine.npz", classes=4).classes == ("0", "1", "2", "3")
     assert "must be a whole number, 2 or more" in refused(tmp_path / "mine.npz", classes=1)

@@ -210,8 +210,9 @@ def test_without_pillow(folder, monkeypatch):
 
 def test_the_command_trains_on_a_folder(folder, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ["--model", "linear", "--z", 1, "--steps", 2, "--batch", 3, "--seed", 1, "--out", "run", "--json"]
-    code, out, err = run("train", "--data", "photos", "--image-size", 8, *options)
+    options = ["--model", "linear", "--steps", 2, "--batch", 3, "--out", "run", "--json"]
+    options += ["--set", "privacy.noise_multiplier=1", "--set", "run.seed=1"]
+    code, out, err = run("train", "--data", "photos", "--set", "data.image_size=8", *options)
     assert code == 0, err
     assert '"steps": 2' in out
     code, _, err = run("train", "--data", "photos", *options, "--resume")

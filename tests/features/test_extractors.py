@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from nested import recipe_of
 from onnx_files import BYTES, network
 from torch import nn
 
-from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.features import cached
@@ -464,16 +464,17 @@ def test_the_command_trains_on_them(module, tmp_path, monkeypatch, run):
     module(FUNCTION)
     x, y = IMAGES.numpy(), np.arange(5) % 2
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    options = ["train", "--data", "d.npz", "--model", "linear", "--steps", 1, "--batch", 3, "--seed", 1, "--json"]
-    options += ["--classes", 2]
-    code, out, err = run(*options, "--features", "mine_features:embed", "--unit-length", "--out", "a")
+    options = ["train", "--data", "d.npz", "--model", "linear", "--steps", 1, "--batch", 3, "--json"]
+    options += ["--set", "run.seed=1", "--set", "data.classes=2", "--set", "features.kind=mine_features:embed"]
+    code, out, err = run(*options, "--set", "features.unit_length=true", "--out", "a")
     assert code == 0, err
     assert json.loads(out)["steps"] == 1
     recipe = json.loads((tmp_path / "a" / "config.json").read_text())["recipe"]
-    assert (recipe["features"], recipe["unit_length"], recipe["name"]) == ("mine_features:embed", True, "d")
+    assert (recipe["features"]["kind"], recipe["features"]["unit_length"]) == ("mine_features:embed", True)
+    assert recipe["run"]["name"] == "d"
     assert len(list((tmp_path / "cache").iterdir())) == 1  # training and test images are the same here
     module("def embed(images):\n    x = images.float().mean((2, 3))\n    return x - x.mean(0)\n")
-    code, out, err = run(*options, "--features", "mine_features:embed", "--out", "b")
+    code, out, err = run(*options, "--out", "b")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "not proved: with features 'mine_features:embed'" in err
     assert not (tmp_path / "b").exists()
@@ -483,8 +484,10 @@ def test_a_recipe_trains_a_linear_model_on_them_and_says_which(module, tmp_path,
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path / "cache"))
     name = module(FUNCTION)
     y = torch.arange(5) % 2
-    recipe = Recipe(features=f"{name}:embed", unit_length=True, model="linear", mechanism="plain", noise_multiplier=2.0,
-                    batch=3, steps=2, seed=1)  # fmt: skip
+    recipe = recipe_of(
+        features=f"{name}:embed", unit_length=True, model="linear", mechanism="plain", noise_multiplier=2.0, batch=3,
+        steps=2, seed=1,
+    )  # fmt: skip
     trainer = recipe.trainer(
         DataSet("d", Split(IMAGES, y), Split(IMAGES, y), ("a", "b")),
         folder=tmp_path / "run",

@@ -152,7 +152,8 @@ def test_advice_on_private_data_draws_at_the_rate_it_pays_for(run, tmp_path):
     np.savez(file, **arrays, y_train=labels, y_test=labels)
     budget = ["--epsilon", 30, "--ledger", book, "--q", 0.2]
     code, out, _ = run(
-        "clip-advice",
+        "advise",
+        "clip",
         "--data",
         file,
         "--classes",
@@ -183,7 +184,7 @@ def test_batch_statistics_are_refused(small):
 
 
 def test_advice_on_public_data(run, tmp_path):
-    code, out, _ = run("clip-advice", "--model", "linear", "--samples", 200, "--out", tmp_path / "a.png", "--json")
+    code, out, _ = run("advise", "clip", "--model", "linear", "--samples", 200, "--out", tmp_path / "a.png", "--json")
     data = json.loads(out)
     assert code == 0
     assert data["threshold"] == pytest.approx(4 * data["kappa"] * math.log(10))
@@ -195,7 +196,7 @@ def test_advice_on_public_data(run, tmp_path):
     assert (tmp_path / "a.svg").exists()
     constants = ["--beta", 1, "--range", 2.3, "--train-epsilon", 1]
     _, out, _ = run(
-        "clip-advice", "--model", "linear", "--samples", 200, "--out", tmp_path / "a.png", "--json", *constants
+        "advise", "clip", "--model", "linear", "--samples", 200, "--out", tmp_path / "a.png", "--json", *constants
     )
     assert json.loads(out)["threshold"] >= data["threshold"]
 
@@ -206,7 +207,7 @@ def test_private_data_are_refused_without_a_budget_and_charged_with_one(run, tmp
     labels = np.arange(300) % 3
     arrays = {f"x_{part}": rng.standard_normal((300, 5)) for part in ("train", "test")}
     np.savez(file, **arrays, y_train=labels, y_test=labels)
-    base = ["clip-advice", "--data", file, "--classes", 3, "--model", "linear", "--out", tmp_path / "a.png"]
+    base = ["advise", "clip", "--data", file, "--classes", 3, "--model", "linear", "--out", tmp_path / "a.png"]
     for missing in ([], ["--epsilon", 1], ["--ledger", book]):
         code, _, err = run(*base, *missing)
         assert code == 2

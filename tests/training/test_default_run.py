@@ -30,7 +30,7 @@ def coordinates(tensor):
 def test_default_run_keeps_its_ledger_and_its_weights(tmp_path):
     from modelmix.config.recipe import DEFAULT, Recipe
 
-    recipe = Recipe.load(DEFAULT).changed(steps=STEPS, seed=SEED)
+    recipe = Recipe.load(DEFAULT).changed({"privacy.steps": STEPS, "run.seed": SEED})
     trainer = recipe.trainer(recipe.load_data(), folder=tmp_path / "run")
     trainer.run()
     assert trainer.ledger.digest == LEDGER

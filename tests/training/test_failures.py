@@ -709,8 +709,9 @@ def test_a_limit_on_the_size_of_files_from_the_command_line(tmp_path):
     x, y = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
     np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     (tmp_path / "recipe.toml").write_text(
-        f'data = "{tmp_path}/data.npz"\nmodel = "linear"\nnoise_multiplier = 1.0\nsteps = 3\nbatch = 20\n'
-        "mixing_width = 2.0\nevaluate_every = 1\nseed = 3\nclasses = 3\n"
+        f'[data]\nsource = "{tmp_path}/data.npz"\nclasses = 3\n[model]\nkind = "linear"\n'
+        "[privacy]\nnoise_multiplier = 1.0\nsteps = 3\nbatch = 20\nmixing_width = 2.0\n"
+        "[run]\nevaluate_every = 1\nseed = 3\n"
     )
     names = ["config.json", "checkpoint.npz", "report.html"]
     done = subprocess.run(

@@ -92,8 +92,8 @@ def command(tmp_path, monkeypatch, run):
             2,
             "--out",
             "run",
-            "--classes",
-            2,
+            "--set",
+            "data.classes=2",
         ]
         code, _, error = run("train", *standard, *arguments)
         return code, error

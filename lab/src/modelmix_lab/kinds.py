@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from modelmix.accounting.ledger import Ledger
-    from modelmix.config.recipe import Recipe
+    from modelmix.config.feature_spec import FeaturesConfig
     from modelmix.features.cache import Transform
     from modelmix.training.rules import Rule
 
@@ -97,27 +97,27 @@ def _idx(path: Path) -> Found:
     return read_idx(path)
 
 
-def _scatter(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
+def _scatter(config: FeaturesConfig, device: torch.device) -> tuple[Transform, ...]:
     from modelmix_lab.features.scattering import Scattering
 
     return (Scattering(device=device),)
 
 
-def _patches(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
+def _patches(config: FeaturesConfig, device: torch.device) -> tuple[Transform, ...]:
     from modelmix_lab.features.patches import Patches
 
-    return (Patches(device, recipe.mirror is not False),)
+    return (Patches(device, config.mirror is not False),)
 
 
-def _frozen(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
+def _frozen(config: FeaturesConfig, device: torch.device) -> tuple[Transform, ...]:
     from modelmix_lab.features.frozen import Frozen
     from modelmix_lab.features.weights import Prior
 
-    return (Frozen(Prior.load(recipe.prior or str(recipe.features)), device, recipe.mirror is not False),)
+    return (Frozen(Prior.load(config.prior or config.kind), device, config.mirror is not False),)
 
 
-def _both(recipe: Recipe, device: torch.device) -> tuple[Transform, ...]:
-    return _patches(recipe, device) + _frozen(recipe, device)
+def _both(config: FeaturesConfig, device: torch.device) -> tuple[Transform, ...]:
+    return _patches(config, device) + _frozen(config, device)
 
 
 def _normalised(name: str) -> Callable[..., kinds.Normalised]:

@@ -13,7 +13,7 @@ import modelmix_lab
 from modelmix.cli.once import OnceCommand, OnceGroup
 from modelmix_lab.cli.app import app
 
-COMMANDS = ["audit", "clip-advice", "data", "prior", "reproduce", "results", "theory", "train"]
+COMMANDS = ["advise", "audit", "data", "prior", "reproduce", "results", "theory", "train"]
 
 
 def test_program_help_and_version(run):

@@ -7,23 +7,26 @@ import subprocess
 import sys
 
 import pytest
+from nested import recipe_of
 
 import modelmix as mm
-from modelmix.config.recipe import Recipe
 
 BASE = {"epsilon": 3.0, "batch": 40.0, "mixing_width": 2.0, "steps": 6, "model": "linear"}
 
 NONSENSE = {
     "unknown features": (
         {"features": "sift"},
-        "features = 'sift' is unknown: choose scatter, patches, prior, patches+prior, efficientnet-lite0, "
+        "features.kind = 'sift' is unknown: choose scatter, patches, prior, patches+prior, efficientnet-lite0, "
         "efficientnet-lite1, efficientnet-lite2, several of these networks with + between, a file",
     ),
     "patches beside a network": ({"features": "patches+efficientnet-lite0"}, "is unknown: choose scatter"),
-    "weights without a function": ({"features": "scatter", "weights": "w.pt"}, "weights is for features = "),
-    "a size without a network": ({"features": "scatter", "feature_size": 64}, "feature_size is for pretrained"),
-    "components of pixels": ({"components": 5}, "components are for normalise = scenes"),
-    "normalised pixels": ({"normalise": "group"}, "normalise = 'group' is for features"),
+    "weights without a function": (
+        {"features": "scatter", "weights": "w.pt"},
+        "features.weights is for package.module:function",
+    ),
+    "a size without a network": ({"features": "scatter", "feature_size": 64}, "features.size is for pretrained"),
+    "components of nothing": ({"features": "patches", "components": 5}, "components is for normalise = scenes"),
+    "normalised patches": ({"features": "patches", "normalise": "group"}, "normalise = 'group' is for features"),
     "clips of no moments": (
         {"features": "scatter", "mean_clip": 1.0, "square_clip": 1.0},
         'normalise = "private" needs mean_clip and square_clip, and nothing else takes them',
@@ -34,15 +37,13 @@ NONSENSE = {
 @pytest.mark.parametrize(("changes", "said"), NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_about_features_is_refused_in_one_line(changes, said):
     with pytest.raises(mm.ModelMixError) as error:
-        Recipe.from_mapping({**BASE, **changes})
+        recipe_of(**BASE, **changes)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_private_moments_have_the_price_of_the_population():
-    private = Recipe.from_mapping(
-        {**BASE, "normalise": "private", "features": "scatter", "mean_clip": 1.0, "square_clip": 1.0, "population": 400}
-    )
+    private = recipe_of(**BASE, normalise="private", features="scatter", mean_clip=1.0, square_clip=1.0, population=400)
     assert private.price(240) == private.price(241)
     assert private.price(240).population == 400
 
@@ -59,9 +60,8 @@ def said(make):
     except mm.ModelMixError as error:
         return str(error)
 
-base = {"epsilon": 3.0, "batch": 40.0, "mixing_width": 2.0, "steps": 6, "model": "linear"}
-changes = [{"features": "scatter"}, {"features": "prior", "prior": "synthetic"}, {"normalise": "private"}]
-found = [said(lambda: Recipe.from_mapping({**base, **change})) for change in changes]
+changes = [{"kind": "scatter"}, {"kind": "prior", "prior": "synthetic"}, {"kind": "x.onnx", "normalise": "private"}]
+found = [said(lambda: Recipe.from_mapping({"features": change})) for change in changes]
 found.append(said(lambda: load("cifar10")))
 print(json.dumps([found, "modelmix_lab" in sys.modules]))
 """

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from nested import places, recipe_of
 
 import modelmix as mm
 from modelmix.accounting.ledger import Ledger
-from modelmix.config import sources
+from modelmix.config import feature_spec
 from modelmix.config.preparation import prepare
-from modelmix.config.recipe import Recipe
 from modelmix.data import DataSet, Split
 from modelmix.errors import ModelMixError
 from modelmix.features import pretrained
@@ -53,7 +53,7 @@ def data():
 
 
 def test_group_normalised_features_are_free(data):
-    trainer = Recipe(**BASE, normalise="group").trainer(data, performance=CPU)
+    trainer = recipe_of(**BASE, normalise="group").trainer(data, performance=CPU)
     assert trainer.ledger.phases == ()
     torch.testing.assert_close(trainer._task.source.inputs, group_normalise(Scattering(device="cpu")(data.train.x)))
     trainer.run(4, progress=False)
@@ -61,18 +61,18 @@ def test_group_normalised_features_are_free(data):
 
 
 def test_private_moments_and_training_spend_epsilon_together(data):
-    recipe = Recipe(**PRIVATE)
+    recipe = recipe_of(**PRIVATE)
     trainer = recipe.trainer(data, performance=CPU)
     assert trainer.epsilon(1e-5) == pytest.approx(0.6340, abs=1e-4)  # two releases of multiplier 8
     trainer.run(4, progress=False)
     assert 99.9 < trainer.epsilon(1e-5) <= 100.0
     assert trainer.ledger == replace(recipe.whole(40), seeded=True)
-    cheaper = Recipe(**BASE, normalise="group").plan(40).phases[0].mechanism.noise_multiplier
+    cheaper = recipe_of(**BASE, normalise="group").plan(40).phases[0].mechanism.noise_multiplier
     assert trainer.mechanism_at(1).noise_multiplier > cheaper
 
 
 def test_a_resumed_run_uses_the_moments_it_released(data, tmp_path):
-    recipe = Recipe(**{**PRIVATE, "seed": None})
+    recipe = recipe_of(**{**PRIVATE, "seed": None})
     first = recipe.trainer(data, folder=tmp_path / "run", performance=CPU)
     first.run(2, progress=False)
     again = recipe.trainer(data, folder=tmp_path / "run", resume=True, performance=CPU)
@@ -88,29 +88,34 @@ def test_a_resumed_run_uses_the_moments_it_released(data, tmp_path):
 
 
 def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_released():
-    with pytest.raises(ModelMixError, match=r"costs epsilon 0.634 and the target is 0.5: raise normalise_noise"):
-        Recipe(**{**PRIVATE, "epsilon": 0.5}).plan(40)
-    assert mm.epsilon(Recipe(**{**PRIVATE, "epsilon": 0.5, "normalise_noise": 30.0}).whole(40), 1e-5) <= 0.5
+    with pytest.raises(
+        ModelMixError, match=r"costs epsilon 0.634 and the target is 0.5: raise features.normalise_noise"
+    ):
+        recipe_of(**{**PRIVATE, "epsilon": 0.5}).plan(40)
+    assert mm.epsilon(recipe_of(**{**PRIVATE, "epsilon": 0.5, "normalise_noise": 30.0}).whole(40), 1e-5) <= 0.5
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"features": "sift"}, "features = 'sift' is unknown: choose scatter"),
+        ({"features": "sift"}, "features.kind = 'sift' is unknown: choose scatter"),
         ({"normalise": "batch"}, "normalise = 'batch' is unknown"),
-        ({"features": None, "normalise": "group"}, "normalise = 'group' is for features"),
+        ({"features": None, "normalise": "group"}, "object missing required field `kind`"),
         ({"features": "patches", "normalise": "group"}, "normalise = 'group' is for features"),
-        ({"features": None, "normalise": "scenes", "components": 4}, "give features as well"),
-        ({"normalise": "scenes"}, "normalise = 'scenes' needs components"),
-        ({"components": 4}, "components are for normalise = scenes, silhouettes"),
+        ({"features": None, "normalise": "scenes", "components": 4}, "missing required field `kind`"),
+        ({"normalise": "scenes"}, "normalise = 'scenes' needs features.components"),
+        ({"components": 4}, "components is for normalise = scenes, silhouettes"),
         ({"normalise": "scenes", "components": 0}, "components = 0"),
-        ({"features": "patches+prior"}, "needs prior: synthetic, characters, or a file"),
-        ({"prior": "synthetic"}, "a prior has features of its own"),
-        ({"mirror": False}, "mirror = false is for features of patches, priors and networks"),
-        ({"normalise": "public", "components": 4}, 'normalise = "public" needs public'),
-        ({"normalise": "public", "public": "p.npz"}, "normalise = 'public' needs components"),
-        ({"public": "p.npz"}, "does not embed gradients: leave out public"),
-        ({"normalise": "public", "components": 4, "public": "p.npz", "basis": 3}, "leave out embedding_clip, basis"),
+        ({"features": "patches+prior"}, "needs features.prior: synthetic, characters, or a file"),
+        ({"prior": "synthetic"}, 'features.prior is for kind = "prior" or kind = "patches'),
+        ({"mirror": False}, "features.mirror is for features of patches, priors and networks"),
+        ({"normalise": "public", "components": 4}, "data.public is for .*: give it"),
+        ({"normalise": "public", "public": "p.npz"}, "normalise = 'public' needs features.components"),
+        ({"public": "p.npz"}, "data.public is for .*: leave it out"),
+        (
+            {"normalise": "public", "components": 4, "public": "p.npz", "basis": 3},
+            "basis and groups are of embedded gradients",
+        ),
         ({"normalise": "private", "mean_clip": 1.0}, "needs mean_clip and square_clip"),
         ({"normalise": "group", "mean_clip": 1.0}, "nothing else takes them"),
         ({"normalise": "private", "mean_clip": -1.0, "square_clip": 1.0}, "mean_clip = -1"),
@@ -119,18 +124,18 @@ def test_moments_that_cost_more_than_there_is_are_refused_before_they_are_releas
 )
 def test_recipes_that_make_no_sense(change, message):
     with pytest.raises(ModelMixError, match=message):
-        Recipe(**{**BASE, **change})
+        recipe_of(**{**BASE, **change})
 
 
 def test_features_of_another_shape_are_refused(data):
     with pytest.raises(ModelMixError, match="takes features 243 x 8 x 8 or 81 x 7 x 7"):
-        Recipe(**{**BASE, "features": None}).trainer(data, performance=CPU)
+        recipe_of(**{**BASE, "features": None}).trainer(data, performance=CPU)
 
 
 def test_public_images_whiten_features_and_cost_nothing(data, tmp_path):
     x = torch.randint(0, 256, (20, *data.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     np.savez(tmp_path / "public.npz", x=x.numpy())
-    recipe = Recipe(**{**BASE, "model": "linear"}, normalise="public", public="public.npz", components=7)
+    recipe = recipe_of(**{**BASE, "model": "linear"}, normalise="public", public="public.npz", components=7)
     prepared = prepare(recipe, data, torch.device("cpu"), data_dir=tmp_path)
     assert prepared.data.train.x.shape == (40, 7)
     assert prepared.embedding is None
@@ -156,31 +161,36 @@ def test_several_networks_stand_beside_each_other(data, tmp_path, monkeypatch, m
 
     monkeypatch.setattr(pretrained, "pretrained", small)
     both = "efficientnet-lite1+efficientnet-lite2"
-    recipe = Recipe(**{**BASE, "features": both, "model": "linear"}, mirror=mirror)
+    recipe = recipe_of(**{**BASE, "features": both, "model": "linear"}, mirror=mirror)
     plain = prepare(recipe, data, torch.device("cpu")).data
     assert plain.train.x.shape == (40, 6 + 7)
     asked.clear()
-    alone = prepare(recipe.changed(features="efficientnet-lite1"), data, torch.device("cpu")).data
+    alone = prepare(recipe.changed(places({"features": "efficientnet-lite1"})), data, torch.device("cpu")).data
     assert max(count for _, count in asked) < 20  # a network that stood beside another is not asked again
     assert torch.equal(plain.train.x[:, :6], alone.train.x)
     x = torch.randint(0, 256, (20, *data.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     np.savez(tmp_path / "public.npz", x=x.numpy())
-    white = recipe.changed(normalise="public", public="public.npz", components=7)
+    white = recipe.changed(places({"normalise": "public", "public": "public.npz", "components": 7}))
     assert prepare(white, data, torch.device("cpu"), data_dir=tmp_path).data.test.x.shape[1] == 7
     asked.clear()
-    other = white.changed(components=5)
+    other = white.changed(places({"components": 5}))
     assert prepare(other, data, torch.device("cpu"), data_dir=tmp_path).data.test.x.shape[1] == 5
     assert max(count for _, count in asked) < 20  # nobody is asked for all images again: caches know them
-    transform = sources.transform(white, torch.device("cpu"), x)
+    transform = feature_spec.transform(white.features, torch.device("cpu"), x)
     assert transform.transform.blocks == (6, 7)
-    assert not sources.transform(recipe, torch.device("cpu")).lasting  # caches of each are of all images
+    assert not feature_spec.transform(recipe.features, torch.device("cpu")).lasting  # caches of each are of all images
 
 
 def test_a_recipe_that_says_what_is_meant_anyhow_is_the_same_recipe():
-    plain = Recipe(**{**BASE, "features": None, "model": "cnn"})
-    assert plain.changed(mirror=True) == plain
-    assert plain.changed(features="patches", mirror=True) == plain.changed(features="patches")
-    assert plain.changed(features="patches", mirror=False) != plain.changed(features="patches")
-    assert plain.changed(features="efficientnet-lite0", mirror=False) == plain.changed(features="efficientnet-lite0")
-    assert plain.changed(features="efficientnet-lite0").mirror is None
-    assert plain.changed(features="efficientnet-lite0", mirror=True).mirror is True
+    plain = recipe_of(**{**BASE, "features": None, "model": "cnn"})
+    assert plain.changed(places({"features": "patches", "mirror": True})) == plain.changed(
+        places({"features": "patches"})
+    )
+    assert plain.changed(places({"features": "patches", "mirror": False})) != plain.changed(
+        places({"features": "patches"})
+    )
+    assert plain.changed(places({"features": "efficientnet-lite0", "mirror": False})) == plain.changed(
+        places({"features": "efficientnet-lite0"})
+    )
+    assert plain.changed(places({"features": "efficientnet-lite0"})).features.mirror is None
+    assert plain.changed(places({"features": "efficientnet-lite0", "mirror": True})).features.mirror is True

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from nested import places
 
 import modelmix as mm
 import modelmix.data
@@ -36,30 +37,35 @@ plain_accuracy = 50.0
 
 [released]
 extends = ["small", "mixed"]
-mechanism = "released"
-momentum = 0.9
-second_start = true
+privacy.kind = "released"
+optimizer.momentum = 0.9
+model.second_start = true
 
 [paper]
 extends = ["small", "mixed"]
-padding = "paper"
+privacy.padding = "paper"
 
 [plain]
 extends = "small"
-mechanism = "plain"
-noise_multiplier = {z}
+privacy.kind = "plain"
+privacy.noise_multiplier = {z}
 
 [gaussian]
 extends = "small"
-mechanism = "average"
+privacy.kind = "average"
 
 [best]
 extends = "small"
-mechanism = "plain"
-ema = 0.9999
+privacy.kind = "plain"
+optimizer.ema = 0.9999
 """
-SMALL = 'data = "{folder}/data.npz"\nclasses = 3\nmodel = "linear"\nsteps = 6\nbatch = 40\nlr = 1.0\n'
-MIXED = 'mechanism = "modelmix"\nmixing_width = 2.0\n'
+SMALL = """
+data = {{ source = "{folder}/data.npz", classes = 3 }}
+model.kind = "linear"
+privacy = {{ steps = 6, batch = 40 }}
+optimizer.lr = 1.0
+"""
+MIXED = 'privacy = { kind = "modelmix", mixing_width = 2.0 }\n'
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +234,9 @@ def test_ctrl_c_keeps_everything(run, folder, monkeypatch):
 
 def test_a_run_that_fails_is_named_and_the_next_begins(run, folder):
     row = (folder / "recipes/table1/one.toml").read_text()
-    (folder / "recipes/table1/one.toml").write_text(row.replace("[plain]\n", '[plain]\nspent = "nowhere.json"\n'))
+    (folder / "recipes/table1/one.toml").write_text(
+        row.replace("[plain]\n", '[plain]\nprivacy.spent = "nowhere.json"\n')
+    )
     code, out, err = run("reproduce", "table1", "--kind", "plain", "--kind", "gaussian", "--json")
     assert code == 1
     (failed,) = json.loads(out)["failed"]
@@ -362,9 +370,12 @@ def test_a_result_that_cannot_be_written_is_not_lost(run, folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "is of version 2 and this program reads version 1: use the program that wrote it"),
+        ({"version": 1}, "is of version 1 and this program reads version 2: use the program that wrote it"),
         ({"schema": "other"}, "is not the result of a run: move it away"),
-        ({"recipe": {"steps": 6, "noise_multiplier": 2.0, "batch": 40, "mechanism": "plain"}}, "of another recipe"),
+        (
+            {"recipe": {"privacy": {"steps": 6, "noise_multiplier": 2.0, "batch": 40, "kind": "plain"}}},
+            "of another recipe",
+        ),
         ({"steps": "six"}, "was edited: steps cannot be right"),
         ({"accuracy": {"reported": "last", "last": 7.0}}, "its numbers cannot be right"),
         ({"accuracy": {"reported": "last", "last": "0.9"}}, "its numbers cannot be right"),
@@ -437,7 +448,7 @@ def test_a_training_that_another_row_has_is_not_repeated(run, twins):
                 **first,
                 "table": "table2",
                 "row": "other",
-                "recipe": {**first["recipe"], "name": f"table2/other/{kind}"},
+                "recipe": {**first["recipe"], "run": {**first["recipe"]["run"], "name": f"table2/other/{kind}"}},
                 "same_run_as": there,
             }
             assert Result.load(twins / here).same_run_as == there
@@ -471,7 +482,7 @@ def test_whose_training_it_is_stays_true_whichever_file_it_was_taken_from(run, t
 
 def test_another_recipe_or_seed_is_another_training(run, twins):
     row = (twins.parent / "recipes/table2/other.toml").read_text()
-    (twins.parent / "recipes/table2/other.toml").write_text(row.replace("[paper]\n", "[paper]\nclip = 2.0\n"))
+    (twins.parent / "recipes/table2/other.toml").write_text(row.replace("[paper]\n", "[paper]\nprivacy.clip = 2.0\n"))
     run("reproduce", "table1", "--row", "one", *PAPER, "--kind", "gaussian")
     assert run("reproduce", "table2", *PAPER)[0] == 0
     assert run("reproduce", "table2", "--kind", "gaussian", "--first-seed", 2)[0] == 0
@@ -503,7 +514,7 @@ def test_every_value_of_a_recipe_counts(finished):
         {"momentum": 0.9},
         {"weight_decay": 0.1},
         {"ema": 0.9},
-        {"augment": "mirror"},
+        {"augment": "flip"},
         {"multiplicity": 2},
         {"second_start": True},
         {"evaluate_every": 2},
@@ -511,7 +522,7 @@ def test_every_value_of_a_recipe_counts(finished):
         {"seed": None},
     ]
     for change in changes:
-        assert replace(other, recipe=other.recipe.changed(**change)).twin(finished) is None, change
+        assert replace(other, recipe=other.recipe.changed(places(change))).twin(finished) is None, change
 
 
 def test_a_rehearsal_is_shared_with_nothing(run, twins):
@@ -535,7 +546,7 @@ def test_a_rehearsal_is_shared_with_nothing(run, twins):
         lambda text: text[:-20],
         lambda text: "",
         lambda text: "[]",
-        lambda text: text.replace('"version": 1', '"version": 2', 1),
+        lambda text: text.replace('"version": 2', '"version": 3', 1),
         lambda text: text.replace('"row": "one"', '"row": "two"'),
         lambda text: text.replace('"seed": 1,\n "rehearsal"', '"seed": 2,\n "rehearsal"'),
         lambda text: text.replace('"lr": 1.0', '"lr": 2.0'),
@@ -563,7 +574,7 @@ def test_a_folder_in_place_of_a_result_is_passed_over(run, finished):
 
 def test_a_result_of_what_its_row_no_longer_asks_for_is_passed_over(run, finished):
     row = finished.parent / "recipes/table1/one.toml"
-    row.write_text(row.read_text().replace("[paper]\n", "[paper]\nclip = 2.0\n"))
+    row.write_text(row.read_text().replace("[paper]\n", "[paper]\nprivacy.clip = 2.0\n"))
     tables._table.cache_clear()
     assert run("reproduce", "table2", *PAPER)[0] == 0
     assert trained(finished)

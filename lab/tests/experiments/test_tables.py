@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from nested import values
 
 import modelmix as mm
 from modelmix.accounting.guarantee import guarantee
@@ -55,8 +56,8 @@ def test_the_rows_hold_what_the_paper_prints_in_its_order(table):
 @pytest.mark.parametrize(("row", "kind"), RUNS, ids=name)
 def test_every_run_has_a_recipe_that_the_train_command_reads(row, kind, tmp_path):
     recipe = row.recipe(kind, 7)
-    assert (recipe.seed, recipe.delta, recipe.name) == (7, 1e-5, f"{row.table}/{row.name}/{kind}")
-    assert recipe.evaluate_every is None
+    assert values(recipe, "seed", "delta", "name") == (7, 1e-5, f"{row.table}/{row.name}/{kind}")
+    assert recipe.run.evaluate_every is None
     path = tmp_path / "recipe.toml"
     path.write_text(recipe.as_toml(), encoding="utf-8")
     assert Recipe.load(path) == recipe
@@ -66,7 +67,7 @@ def test_every_run_has_a_recipe_that_the_train_command_reads(row, kind, tmp_path
 def test_every_epsilon_is_proved_and_used_up(row):
     for kind in row.kinds:
         recipe, target = row.recipe(kind, 1), row.target(kind)
-        plan = recipe.whole(SAMPLES[recipe.data])
+        plan = recipe.whole(SAMPLES[recipe.data.source])
         if math.isinf(target):  # nothing is private, and the accountant says so
             assert guarantee(plan, 1e-5).epsilon > 1e12
         elif (row.name, kind) == ("cifar10-eps0.64", "paper"):  # the paper's own noise, and its conversion
@@ -76,59 +77,64 @@ def test_every_epsilon_is_proved_and_used_up(row):
             assert 0.9 * target <= mm.epsilon(plan, 1e-5, by="classic") <= 1.15 * target
         elif kind == "released":  # calibrated as its authors did; nothing is proved
             assert 0.998 * target <= mm.epsilon(plan, 1e-5, by="classic") <= target
-        elif recipe.epsilon is None:
+        elif recipe.privacy.epsilon is None:
             assert 0.998 * target <= guarantee(plan, 1e-5).epsilon <= target
         else:
-            assert recipe.epsilon == target
+            assert recipe.privacy.epsilon == target
 
 
 def test_the_settings_of_the_paper():
     resnet = {"cifar10": (0.03, 3500, 11.25), "svhn": (1830 / 73_257, 4000, 13.725)}
     for row in (*tables.rows("table2"), *tables.rows("table3")):
         recipe = row.recipe("paper")
-        q, steps, omega = resnet[recipe.data]
-        (phase,) = recipe.changed(noise_multiplier=1.0).plan(SAMPLES[recipe.data]).phases
+        q, steps, omega = resnet[recipe.data.source]
+        (phase,) = recipe.changed({"privacy.noise_multiplier": 1.0}).plan(SAMPLES[recipe.data.source]).phases
         assert (phase.steps, phase.mechanism.p) == (steps, 100)
         assert (phase.mechanism.sample_rate, phase.mechanism.mixing_width) == pytest.approx((q, omega))
-        assert (recipe.model, recipe.clip, recipe.lr, recipe.padding) == ("resnet20", 20.0, 0.15, "paper")
-        assert (recipe.momentum, recipe.augment, recipe.ema) == (0.0, None, None)
+        assert values(recipe, "model", "clip", "lr", "padding") == ("resnet20", 20.0, 0.15, "paper")
+        assert values(recipe, "momentum", "augment", "ema") == (0.0, None, None)
         plain = row.recipe("plain")
-        assert (plain.mechanism, plain.clip, plain.lr, plain.steps, plain.p) == ("plain", 20.0, 0.1, steps, 1)
+        assert values(plain, "mechanism", "clip", "lr", "steps", "p") == ("plain", 20.0, 0.1, steps, 1)
         released = row.recipe("released")
-        lr = released.schedule("lr")
-        assert (released.momentum, released.weight_decay, released.second_start) == (0.9, 1e-4, True)
+        lr = released.schedule("optimizer.lr")
+        assert values(released, "momentum", "weight_decay", "second_start") == (0.9, 1e-4, True)
         assert (lr.at(int(0.85 * steps)), lr.at(int(0.85 * steps) + 1)) == pytest.approx((0.15, 0.015))
     for row in tables.rows("table1"):
         recipe = row.recipe("paper")
-        first, second = recipe.changed(noise_multiplier=1.0).plan(SAMPLES[recipe.data]).phases
-        assert first.steps == second.steps == recipe.steps // 2 == {"cifar10": 350, "fashion-mnist": 400}[recipe.data]
+        first, second = recipe.changed({"privacy.noise_multiplier": 1.0}).plan(SAMPLES[recipe.data.source]).phases
+        assert (
+            first.steps
+            == second.steps
+            == recipe.privacy.steps // 2
+            == {"cifar10": 350, "fashion-mnist": 400}[recipe.data.source]
+        )
         assert (first.mechanism.mixing_width, second.mechanism.mixing_width) == pytest.approx((409.6, 204.8))
-        assert (recipe.clip, recipe.lr, recipe.batch, recipe.normalise) == (1.0, 0.4, 8192, "group")
+        assert values(recipe, "clip", "lr", "batch", "normalise") == (1.0, 0.4, 8192, "group")
         plain = row.recipe("plain")
-        assert (plain.clip, plain.lr, plain.momentum, plain.steps) == (0.1, 4.0, 0.9, recipe.steps)
+        assert values(plain, "clip", "lr", "momentum", "steps") == (0.1, 4.0, 0.9, recipe.privacy.steps)
 
 
 def test_the_settings_of_transfer_learning():
     for row in tables.rows("transfer")[:2]:
         paper, plain = row.recipe("paper"), row.recipe("plain")
-        phases = paper.changed(noise_multiplier=2.05).plan(50_000).phases
+        phases = paper.changed({"privacy.noise_multiplier": 2.05}).plan(50_000).phases
         assert [phase.steps for phase in phases] == [500, 500, 500]
         assert [phase.mechanism.mixing_width for phase in phases] == pytest.approx([76.8, 51.2, 25.6])
         assert {phase.mechanism.sample_rate for phase in phases} == {1024 / 50_000}
-        assert (paper.clip, paper.lr, paper.p, paper.model, paper.padding) == (0.1, 5.0, 1, "linear", "paper")
-        assert (plain.clip, plain.lr, plain.steps, plain.batch, plain.momentum) == (0.1, 4.0, 2700, 1024, 0.0)
-    assert tables.row("transfer", "cifar10-eps0.64").recipe("paper").noise_multiplier == 2.05
+        assert values(paper, "clip", "lr", "p", "model", "padding") == (0.1, 5.0, 1, "linear", "paper")
+        assert values(plain, "clip", "lr", "steps", "batch", "momentum") == (0.1, 4.0, 2700, 1024, 0.0)
+    assert tables.row("transfer", "cifar10-eps0.64").recipe("paper").privacy.noise_multiplier == 2.05
 
 
 def test_without_privacy_it_is_the_same_features_and_no_gradient_is_clipped():
     (row,) = (row for row in tables.rows("transfer") if math.isinf(row.epsilon))
     free, private = row.recipe("best"), tables.row("transfer", "cifar10-eps2").recipe("best")
     same = ("data", "features", "mirror", "feature_size", "normalise", "public", "components", "model", "sample_rate")
-    assert all(getattr(free, name) == getattr(private, name) for name in same)
+    assert values(free, *same) == values(private, *same)
     # |softmax - label| <= sqrt(2), and a bias has the input 1.
-    assert free.normalise == "public"
-    assert free.clip >= math.sqrt(2 * (LENGTH**2 + 1))
-    assert free.noise_multiplier <= 1e-6
+    assert free.features.normalise == "public"
+    assert free.privacy.clip >= math.sqrt(2 * (LENGTH**2 + 1))
+    assert free.privacy.noise_multiplier <= 1e-6
 
 
 def test_gradient_embedding_is_set_as_in_section_5_3():
@@ -136,27 +142,28 @@ def test_gradient_embedding_is_set_as_in_section_5_3():
     assert found == [(2.9, 74.2, 8.0, 73.2), (6.1, 79.1, 111.2, 79.1)]
     for row in tables.rows("embedding"):
         recipes = [row.recipe(kind) for kind in row.kinds if kind != "best"]
-        assert row.recipe("best").public is None
-        assert {(r.clip, r.embedding_clip, r.model, r.public) for r in recipes} == {
+        assert row.recipe("best").data.public is None
+        assert {values(r, "clip", "embedding_clip", "model", "public") for r in recipes} == {
             (2.0, 5.0, "resnet20-embedding", "public_tinyimagenet32_2000.npz")
         }
-        (phase,) = row.recipe("paper").changed(noise_multiplier=1.0).plan(50_000).phases
+        (phase,) = row.recipe("paper").changed({"privacy.noise_multiplier": 1.0}).plan(50_000).phases
         assert phase.mechanism == mm.EmbeddingMechanism(1.0, 0.04, 50.0, 25, clip_ratio=2.5)
-        assert (phase.steps, row.recipe("paper").lr) == (5000, 0.2)
+        assert (phase.steps, row.recipe("paper").optimizer.lr) == (5000, 0.2)
         plain = row.recipe("plain")
-        lr = plain.schedule("lr")
-        assert (plain.batch, plain.steps, plain.momentum, plain.weight_decay) == (1000, 10_000, 0.9, 2e-4)
+        lr = plain.schedule("optimizer.lr")
+        assert values(plain, "batch", "steps", "momentum", "weight_decay") == (1000, 10_000, 0.9, 2e-4)
         assert [lr.at(k) for k in (1, 5000, 5001, 7500, 7501)] == [0.1, 0.1, 0.01, 0.01, 0.001]
-        assert row.recipe("released").noise_multiplier == pytest.approx(0.75 * 2.0838, abs=1e-4)
+        assert row.recipe("released").privacy.noise_multiplier == pytest.approx(0.75 * 2.0838, abs=1e-4)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "gaussian" in row.kinds], ids=name)
 def test_the_gaussian_twin_differs_by_its_mechanism_alone(row):
     ours, twin = (row.recipe(kind).as_dict() for kind in ("paper", "gaussian"))
-    assert twin.pop("mechanism") == ("embedding-average" if row.table == "embedding" else "average")
+    assert twin["privacy"]["kind"] == "average"
     for one in (ours, twin):
-        for key in ("mechanism", "epsilon", "noise_multiplier", "tau_over_eta", "padding", "name"):
-            one.pop(key, None)
+        for key in ("kind", "epsilon", "noise_multiplier", "tau_over_eta", "padding"):
+            one["privacy"].pop(key, None)
+        one["run"].pop("name")
     assert ours == twin
 
 
@@ -192,7 +199,8 @@ GOOD = 'data = "D"\nepsilon = 1.0\naccuracy = 50.0\nplain_accuracy = 40.0\n'
         (GOOD.replace("accuracy = 50.0\n", ""), "does not say accuracy"),
         (GOOD + '[paper]\nextends = "nothing"', "nothing.toml: No such file"),
         (GOOD + '[paper]\nextends = "a"', "in a circle: a, b, a"),
-        (GOOD + "[paper]\nbatch = 4\nmixing_with = 2.0", "did you mean mixing_width?"),
+        (GOOD + "[paper]\nprivacy.batch = 4\nprivacy.mixing_with = 2.0", "did you mean privacy.mixing_width?"),
+        (GOOD + "[paper]\nbatch = 4", "a recipe consists of tables now: write privacy.batch for batch"),
     ],
 )
 def test_files_that_are_no_row(tmp_path, monkeypatch, row, message):

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from nested import recipe_of
 
-from modelmix.config.recipe import Recipe
 from modelmix.data.dataset import from_arrays
 from modelmix.errors import ModelMixError
 from modelmix.features import cached
@@ -156,7 +156,7 @@ def test_private_training_from_a_prior(file, tmp_path, monkeypatch, features):
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
     # The registry knows the WRN-16 of width 4; this one is small.
     model = "linear" if features else f"{__name__}:small"
-    recipe = Recipe(
+    recipe = recipe_of(
         model=model,
         mechanism="plain",
         noise_multiplier=2.0,
@@ -178,7 +178,7 @@ def test_private_training_from_a_prior(file, tmp_path, monkeypatch, features):
 def test_the_file_of_a_prior_names_its_features(file, tmp_path, monkeypatch):
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
     settings = {"model": "linear", "mechanism": "plain", "noise_multiplier": 2.0, "batch": 6, "seed": 1}
-    recipes = Recipe(features="prior", prior=str(file), **settings), Recipe(features=str(file), **settings)
+    recipes = recipe_of(features="prior", prior=str(file), **settings), recipe_of(features=str(file), **settings)
     a, b = (recipe.trainer(data())._source.inputs for recipe in recipes)
     assert torch.equal(a, b)
 
@@ -188,12 +188,12 @@ def small(shape, classes):
 
 
 def test_recipes_say_what_is_missing():
-    with pytest.raises(ModelMixError, match="needs prior"):
-        Recipe(noise_multiplier=1.0, batch=1, mixing_width=1.0, features="prior")
-    with pytest.raises(ModelMixError, match="features of its own"):
-        Recipe(noise_multiplier=1.0, batch=1, mixing_width=1.0, features="scatter", prior="x.npz")
+    with pytest.raises(ModelMixError, match=r"needs features\.prior"):
+        recipe_of(noise_multiplier=1.0, batch=1, mixing_width=1.0, features="prior")
+    with pytest.raises(ModelMixError, match=r'features\.prior is for kind = "prior" or'):
+        recipe_of(noise_multiplier=1.0, batch=1, mixing_width=1.0, features="scatter", prior="x.npz")
     with pytest.raises(ModelMixError, match="normalise"):
-        Recipe(noise_multiplier=1.0, batch=1, mixing_width=1.0, features="prior", prior="x", normalise="group")
+        recipe_of(noise_multiplier=1.0, batch=1, mixing_width=1.0, features="prior", prior="x", normalise="group")
 
 
 def test_the_command_writes_a_prior_and_says_so(tmp_path, capsys):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nested import recipe_of
 
-from modelmix.config import sources
+from modelmix.config import feature_spec
 from modelmix.config.preparation import prepare
-from modelmix.config.recipe import Recipe
 from modelmix.data.dataset import from_arrays
 from modelmix.errors import ModelMixError
 from modelmix.features import pretrained, whitening
@@ -185,8 +185,8 @@ def test_more_components_than_there_are_is_refused():
 
 
 def test_names_that_are_checked_without_torch_are_those_that_exist():
-    assert set(whitening.IMAGES) == set(sources.whitenings()) - {"public"}
-    assert set(pretrained._NETWORKS) == set(sources.PRETRAINED)
+    assert set(whitening.IMAGES) == set(feature_spec.whitenings()) - {"public"}
+    assert set(pretrained._NETWORKS) == set(feature_spec.PRETRAINED)
 
 
 def test_silhouettes_are_one_thing_on_black_that_fills_the_image():
@@ -207,7 +207,7 @@ def test_silhouettes_are_one_thing_on_black_that_fills_the_image():
 def test_a_recipe_trains_on_whitened_features_for_free(colours, normalise, kind):
     y = torch.arange(24) % 2
     data = own(images(24)[:, :colours], y, images(6, 8)[:, :colours], torch.arange(6) % 2)
-    recipe = Recipe(
+    recipe = recipe_of(
         data="own",
         features=kind,
         prior="synthetic" if "prior" in kind else None,
@@ -233,7 +233,7 @@ def test_train_and_test_images_are_whitened_in_one_call():
     """Directions found twice may differ: the same image must have the same features in both parts."""
     x = images(8)
     data = own(x, torch.arange(8) % 2, x[:4], torch.arange(4) % 2)
-    recipe = Recipe(
+    recipe = recipe_of(
         data="own", features="scatter", normalise="scenes", components=6, model="linear", mechanism="plain",
         noise_multiplier=1.0, sample_rate=1.0,
     )  # fmt: skip

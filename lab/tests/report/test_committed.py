@@ -26,7 +26,7 @@ def test_no_epsilon_grew(table):
     assert files
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
-        said, delta = result["epsilon"], result["recipe"].get("delta", 1e-5)
+        said, delta = result["epsilon"], result["recipe"]["privacy"]["delta"]
         ledger = mm.Ledger.from_json(json.dumps(result["ledger"]))
         assert ledger.adjacency == "zero-out", file
         if ledger.unproved:

@@ -30,7 +30,7 @@ def result(
 ) -> Result:
     """Of a run nobody made; ``accuracy`` in per cent."""
     recipe = tables.row(table, row).recipe(kind, seed)
-    ledger = recipe.whole(SAMPLES[recipe.data])
+    ledger = recipe.whole(SAMPLES[recipe.data.source])
     if kind == "released":
         ledger = Ledger(ledger.phases, ("a rule",))
     made = Result(
@@ -40,11 +40,11 @@ def result(
         seed=seed,
         rehearsal=False,
         recipe=recipe.as_dict(),
-        data={"name": recipe.data, "train": SAMPLES[recipe.data], "test": 10_000},
+        data={"name": recipe.data.source, "train": SAMPLES[recipe.data.source], "test": 10_000},
         accuracy={"reported": "last", "last": accuracy / 100, "average": None},
         epsilon=account(ledger, 1e-5),
         ledger=json.loads(ledger.to_json()),
-        steps=recipe.steps,
+        steps=recipe.privacy.steps,
         seconds={"training": 50.0, "total": 60.0 + seed},
         hardware="a machine",
         performance={},
@@ -163,7 +163,7 @@ def test_epsilons_come_from_the_ledger_and_not_from_what_a_file_claims():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recipe": {**tables.row("table2", "cifar10-eps8").recipe("plain", 1).as_dict(), "lr": 0.2}},
+        {"recipe": {**tables.row("table2", "cifar10-eps8").recipe("plain", 1).as_dict(), "optimizer": {"lr": 0.2}}},
         {"recipe": {"of": "the future"}},
         {"row": "cifar10-eps9"},
     ],
@@ -282,7 +282,7 @@ def test_no_results_at_all(run, tmp_path, monkeypatch):
 def test_outdated_results_are_named(run, folder):
     path = folder / "results" / place("table2", "cifar10-eps8", "paper", 1)
     found = json.loads(path.read_text())
-    found["recipe"]["lr"] = 0.3
+    found["recipe"]["optimizer"]["lr"] = 0.3
     path.write_text(json.dumps(found))
     code, _, err = run("results")
     assert code == 0

@@ -20,7 +20,7 @@ from modelmix.accounting.plan import Plan
 from modelmix.errors import ModelMixError
 
 SCHEMA = "modelmix-run"
-VERSION = 2  # of config.json; version 1 could do without a plan
+VERSION = 3  # of config.json; version 1 could do without a plan, and 1 and 2 have recipes without tables
 _WITHOUT_PLAN = 1
 _ROUNDING = 1 + 1e-6  # epsilon on another machine
 TEST_METRICS = "metrics on the test set: they are computed from the test data without noise"
@@ -214,6 +214,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config.setdefault("settings", {}), dict):
         raise ModelMixError(f'{path}: "settings" must be an object.')
     return config
+
+
+def require_current(config: Mapping[str, Any], place: object) -> None:
+    """Refuse to go on with a run that an older program began; what it cost stays readable."""
+    version = config.get("version")
+    if type(version) is int and 1 <= version < VERSION:
+        raise ModelMixError(
+            f"{place} was begun by an older program (version {version} of config.json, this one writes {VERSION}): "
+            "modelmix verify and modelmix report read it as before, but begin a new run to train."
+        )
 
 
 def read_object(path: Path) -> dict[str, Any]:

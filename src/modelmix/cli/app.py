@@ -12,22 +12,29 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
+from click import UsageError
 
+from modelmix.cli.advise import advise
 from modelmix.cli.audit import audit
 from modelmix.cli.calibrate import calibrate
-from modelmix.cli.clip_advice import clip_advice
 from modelmix.cli.compare import compare
 from modelmix.cli.curve import curve
 from modelmix.cli.epsilon import epsilon
 from modelmix.cli.once import OnceGroup, Program
 from modelmix.cli.report import report
-from modelmix.cli.train import train
+from modelmix.cli.train import TrainCommand, train
 from modelmix.cli.verify import verify
 from modelmix.errors import ModelMixError
 
 
 class Root(OnceGroup):
     """The commands of a program."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command by its name, and say where one of older versions is."""
+        if args[:1] == ["clip-advice"]:
+            raise UsageError("clip-advice is advise clip now", ctx=ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         # Typer would make exit code 130 of it, the same as of a command that has said itself that it stopped.
@@ -64,10 +71,10 @@ def _root(
     pass
 
 
-_ALL = (train, epsilon, calibrate, compare, curve, verify, audit, clip_advice, report)
-_COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
+app.command("train", cls=TrainCommand)(train)
+for _command in (epsilon, calibrate, compare, curve, verify, audit, report):
+    app.command(_command.__name__)(_command)
+app.add_typer(advise, name="advise")
 
 
 class _ToStderr(logging.Handler):

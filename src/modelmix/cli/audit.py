@@ -92,12 +92,12 @@ def audit(
 
 def _claim(run: Path, delta: float) -> tuple[Ledger, Guarantee, bool, tuple[str, ...]]:
     """The phases a run took, what its plan claims, whether that is proved, and what to say of it."""
-    if run.suffix in (".toml", ".yaml", ".yml"):
-        from modelmix.config.recipe import MECHANISMS, Recipe
+    if run.suffix == ".toml":
+        from modelmix.config.recipe import Recipe
 
         recipe = Recipe.load(run)
-        whole = replace(recipe.whole(len(recipe.load_data().train)), seeded=recipe.seed is not None)
-        found, proved = Claim(whole, whole), MECHANISMS[recipe.mechanism][1] != "released"
+        whole = replace(recipe.whole(len(recipe.load_data().train)), seeded=recipe.run.seed is not None)
+        found, proved = Claim(whole, whole), recipe.privacy.traits.rule != "released"
     else:
         found = load_claim(run)
         proved = not found.ledger.unproved

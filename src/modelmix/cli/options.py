@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
+from msgspec import Meta
+from msgspec.structs import fields as struct_fields
 
 from modelmix._checks import check_delta, rate, whole
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, ADJACENCIES, ZERO_OUT
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism, mixing_width
 from modelmix.accounting.runs import load_claim
+from modelmix.config.recipe import PLACES, TABLES
+from modelmix.config.tables import parse_value, parts
 from modelmix.errors import ModelMixError
 
 _RATIOS, _PAPER, _OTHER = "Mechanism, as ratios", "Mechanism, in the paper's units", "Accounting"
-RUN = "The run"
+RUN = "advanced"
 
 ADJACENCY_HELP = f"For which neighbours: {', '.join(ADJACENCIES)}; default: what the run can claim."
 
@@ -181,23 +185,82 @@ class MechanismOptions:
 
 
 def takes_mechanism(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options above; it receives them as its argument ``options``."""
+    """Give a command the options above; it receives them as its argument ``options``."""
     hints = get_type_hints(MechanismOptions, include_extras=True)
-    shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(MechanismOptions)
-    ]
+    shared = {f.name: _keyword(f.name, hints[f.name], f.default) for f in fields(MechanismOptions)}
+    return _with_options(command, "options", shared, lambda given: MechanismOptions(**given))
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of recipes, and --set; it receives as its argument ``changes`` what was given."""
+    shared = {place: parameter for place in PLACES if (parameter := _recipe_option(place)) is not None}
+    shared[_SET] = _keyword("settings", Annotated[list[str] | None, _option("--set", _SET_HELP, "advanced")], None)
+    return _with_options(command, "changes", shared, _changes)
+
+
+_SET = "--set"
+_SET_HELP = "Any other key of a recipe, as TABLE.KEY=VALUE. May be repeated."
+
+
+def _recipe_option(place: str) -> inspect.Parameter | None:
+    """The option that sets a key of a recipe, if it has one of its own."""
+    title, _, name = place.partition(".")
+    hint = next(field.type for field in struct_fields(TABLES[title]) if field.name == name)
+    meta = next((part for part in parts(hint) if isinstance(part, Meta)), Meta())
+    option = (meta.extra or {}).get("option")
+    if option is None:
+        return None
+    kind: Any = next((part for part in parts(hint) if part in (str, int, float)), str)
+    kind = list[str] if list[str] in parts(hint) else kind
+    panel = {"privacy": "privacy", "run": "advanced"}.get(title, "basic")
+    annotation = Annotated[kind | None, _option(option, meta.description or "", panel)]
+    return _keyword(option.lstrip("-").replace("-", "_"), annotation, None)
+
+
+def _changes(given: dict[str, Any]) -> dict[str, Any]:
+    changes = {place: value for place, value in given.items() if place != _SET and value is not None}
+    settings = read_settings(given[_SET] or ())
+    for place in changes.keys() & settings.keys():
+        raise ModelMixError(f"{place} was given 2 times and only one value can count: give it once.")
+    return {**changes, **settings}
+
+
+def read_settings(given: Iterable[str]) -> dict[str, Any]:
+    """Return what --set was given, by table and key."""
+    out: dict[str, Any] = {}
+    for text in given:
+        place, equals, value = text.partition("=")
+        if not equals:
+            raise ModelMixError(f"--set {text} sets nothing: write --set TABLE.KEY=VALUE, as in privacy.delta=1e-6.")
+        if place in out:
+            raise ModelMixError(f"{place} was given 2 times and only one value can count: give it once.")
+        out[place] = parse_value(value)
+    return out
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _with_options(
+    command: Callable[..., None],
+    name: str,
+    shared: Mapping[str, inspect.Parameter],
+    collect: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """A command with more options, of which it receives what ``collect`` makes, as its argument ``name``."""
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(command, eval_str=True).parameters.values()
-        if parameter.name != "options"
+        if parameter.name != name
     ]
 
     def run(**arguments: Any) -> None:
-        options = MechanismOptions(**{p.name: arguments.pop(p.name) for p in shared})
-        command(options=options, **arguments)
+        given = collect({key: arguments.pop(parameter.name) for key, parameter in shared.items()})
+        command(**{name: given}, **arguments)
 
+    parameters = [*shared.values(), *own]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(own + shared)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in own + shared}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run

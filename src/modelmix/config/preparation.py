@@ -12,7 +12,7 @@ import torch
 
 from modelmix import kinds
 from modelmix.accounting.ledger import Ledger
-from modelmix.config import sources
+from modelmix.config import feature_spec
 from modelmix.data import DataSet, Split
 from modelmix.data.public import public_images
 from modelmix.features import cached
@@ -63,22 +63,23 @@ def prepare(
         run: the folder of a run that goes on: its released moments are used again.
         data_dir: where public images are looked for by name.
     """
-    images = None if recipe.public is None else public_images(recipe.public, data.shape, data_dir)
-    if images is not None and recipe.embeds:
+    public, config, privacy = recipe.data.public, recipe.features, recipe.privacy
+    images = None if public is None else public_images(public, data.shape, data_dir)
+    if images is not None and privacy.embeds:
         labels = random_labels(len(images), len(data.classes))
-        return Prepared(data, device, embedding=Embedding((images, labels), recipe.basis or 1000, recipe.groups or 3))
-    if recipe.features is None:
+        return Prepared(data, device, embedding=Embedding((images, labels), privacy.basis or 1000, privacy.groups or 3))
+    if config is None:
         return Prepared(data, device)
-    transform = sources.transform(recipe, device, images)
-    if recipe.components is not None:  # in one call, so that both are in the same directions
+    transform = feature_spec.transform(config, device, images)
+    if config.components is not None:  # in one call, so that both are in the same directions
         both = cached(transform, torch.cat([data.train.x, data.test.x]))
         train, test = both[: len(data.train)], both[len(data.train) :]
     else:
         train, test = (cached(transform, split.x) for split in (data.train, data.test))
     seen = {"features": {"name": transform.name, "version": transform.version, **transform.parameters}}
-    if recipe.normalise not in kinds.NORMALISATIONS:
+    if config.normalise not in kinds.NORMALISATIONS:
         return Prepared(_with(data, train, test), device, about=seen)
-    done = kinds.NORMALISATIONS[recipe.normalise].apply(recipe, data, train, test, run)
+    done = kinds.NORMALISATIONS[config.normalise].apply(recipe, data, train, test, run)
     return Prepared(_with(data, done.train, done.test), device, done.spent, {**seen, **done.about})
 
 

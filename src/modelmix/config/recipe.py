@@ -1,29 +1,25 @@
-"""A training run as data: what ``modelmix train`` reads from a TOML or YAML file, and how a trainer is made of it."""
+"""A training run as data: what ``modelmix train`` reads from a TOML file, and how a trainer is made of it."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
-import re
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from modelmix import kinds
-from modelmix._checks import positive, probability, rate, whole
 from modelmix._format import up_digits
-from modelmix.accounting.adjacency import ADD_OR_REMOVE, ZERO_OUT
-from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.guarantee import epsilon as proved_epsilon
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.plan import Plan, calibrated_noise
-from modelmix.accounting.runs import Claim, load_claim
-from modelmix.config import sources
+from modelmix.accounting.plan import Plan
+from modelmix.accounting.runs import require_current
+from modelmix.config.feature_spec import FeaturesConfig
+from modelmix.config.privacy import EITHER, MECHANISMS, MIXING, Changing, PrivacyConfig, as_schedule
+from modelmix.config.tables import ConfigTable, key, nearest, read_table, read_toml, write_toml
 from modelmix.errors import ModelMixError
 from modelmix.runs.formatting import assumed_by
 
@@ -37,348 +33,214 @@ if TYPE_CHECKING:
 
 DEFAULT = Path(__file__).parent / "recipes" / "default.toml"
 
-# name: (law of the noise, rule of a step, does the mechanism count on mixing)
-MECHANISMS: Mapping[str, tuple[str, str, bool]] = {
-    "modelmix": ("gaussian", "mix", True),
-    "modelmix-laplace": ("laplace", "mix", True),
-    "alternating": ("gaussian", "alternate", True),
-    "plain": ("gaussian", "plain", False),
-    "average": ("gaussian", "average", False),
-    "released": ("gaussian", "released", True),
-    "embedding": ("gaussian", "plain", False),
-    "embedding-modelmix": ("gaussian", "mix", True),
-    "embedding-average": ("gaussian", "average", False),
-    "embedding-released": ("gaussian", "released", True),
-}
-_EMBEDDING = "embedding"  # what the names of mechanisms that embed gradients begin with
 
-_MIXING = ("mixing_width", "tau_over_eta", "tau")
-_POSITIVE = {
-    "epsilon": "the target epsilon",
-    "noise_multiplier": "the noise multiplier",
-    "batch": "the expected batch",
-    "sample_rate": "the sampling rate",
-    "clip": "the clip",
-    "embedding_clip": "the clip of embeddings",
-    "normalise_noise": "the noise multiplier of released moments",
-    "mean_clip": "the clip of channel means",
-    "square_clip": "the clip of channel second moments",
-}
-_COUNTS = {
-    "population": "the population",
-    "classes": "the number of classes",
-    "steps": "the number of steps",
-    "p": "the truncation parameter",
-    "multiplicity": "the number of copies of a sample",
-    "evaluate_every": "the number of steps between evaluations",
-    "image_size": "the side of an image of the data",
-    "feature_size": "the side of an image for the network of features",
-    "basis": "the number of basis vectors",
-    "groups": "the number of groups of parameters",
-    "components": "the number of components of whitened features",
-}
+class DataConfig(ConfigTable, frozen=True):
+    """What is trained on."""
 
-Paths = str | Sequence[str]
-"""A file, or a list of files."""
-Changing = float | Mapping[str, Any]
-"""A number, or a table {schedule = "linear", start, end} / {schedule = "cosine", ...} / {"1" = ..., "351" = ...}."""
+    source: Annotated[str, key("A data set by name, a folder, or an .npz file.", "--data")] = "fashion-mini"
+    classes: Annotated[int, key("Number of classes, where neither folders nor a name tell it.", ge=1)] | None = None
+    image_size: Annotated[int, key("Side in pixels to which images of a folder are scaled.", ge=1)] | None = None
+    test_public: Annotated[bool, key("The test set is public: its metrics may be published.")] = False
+    public: Annotated[str, key("File of public images, to embed gradients or whiten features.")] | None = None
+    augment: Annotated[Literal["flip", "crop", "flip-crop"], key("Augmentation of every image.")] | None = None
+    multiplicity: Annotated[int, key("Augmented copies of a sample in a step.", ge=1)] = 1
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that defines a run. Units as in ``Trainer``; ``batch`` is the expected batch q*n.
+class ModelConfig(ConfigTable, frozen=True):
+    """Which network is trained, and where it starts."""
 
-    Exactly one of epsilon (the noise is then calibrated) and noise_multiplier is given, one of batch and sample_rate,
-    and, for a mechanism that mixes, one of mixing_width (omega), tau_over_eta and tau.
+    kind: Annotated[str, key("cnn, linear, mlp, resnet20, ... or package.module:function.", "--model")] = "cnn"
+    prior: Annotated[str, key("Weights to start from: synthetic, characters, or a file.")] | None = None
+    second_start: Annotated[bool, key("Begin to mix with a second set of initial weights.")] = False
 
-    population is a public constant that does not move with the data: batch and the sampling rate are then shares of it,
-    and the number of samples stays private. Left out, the number of samples is public. See ``adjacency``.
 
-    spent is a ledger file or a run folder, or a list of them, of what was released about the same samples before, by
-    clip-advice for instance: epsilon counts it, and noise that is calibrated leaves room for it.
+class OptimizerConfig(ConfigTable, frozen=True):
+    """How steps are made of noisy gradients: nothing here changes epsilon."""
 
-    test_public says that the test set is public: only then may what is measured on it be published. classes is how many
-    classes the data has, where neither its folders nor its name say so: private labels are not counted.
+    lr: Annotated[Changing, key("Learning rate eta.", "--lr")] = 1.0
+    momentum: Annotated[float, key("Momentum factor, computed from released states.", ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[float, key("Weight decay.", ge=0)] = 0.0
+    ema: Annotated[float, key("Decay of the average of released states.", ge=0, lt=1)] | None = None
 
-    image_size is the side to which the images of a folder are scaled; nothing else takes it.
 
-    prior is "synthetic" or "characters", which come with modelmix-lab, or a file of ``modelmix-lab prior``: the network
-    starts from its weights, or, with features = "prior", is trained on what it sees.
+class RunConfig(ConfigTable, frozen=True):
+    """What a run is called and how it is computed: nothing here but the seed matters for privacy."""
 
-    public is a file of images that nobody has to protect. A mechanism that embeds gradients does so in the directions
-    of theirs: embeddings are clipped to embedding_clip and residuals to clip, with basis vectors (1000) in groups (3)
-    of the parameters. Without such a mechanism they whiten features.
+    name: Annotated[str, key("Name of the run.")] = "run"
+    seed: Annotated[int, key("Makes a run repeatable; for tests only.", ge=-(2**63), le=2**63 - 1)] | None = None
+    evaluate_every: Annotated[int, key("Steps between evaluations [default: steps / 20].", ge=1)] | None = None
+    device: Annotated[str, key("cpu, cuda; default: what is there.", "--device")] | None = None
+    engine: Annotated[Literal["auto", "hooks", "vmap", "loop"], key("Engine of per-sample gradients.")] = "auto"
+    precision: Annotated[Literal["float32", "bfloat16"], key("Arithmetic of the model.")] | None = None
+    compiled: Annotated[bool, key("Compile the model [default: on a GPU].")] | None = None
+    chunk: Annotated[int, key("Samples whose gradients are held at once.", ge=1)] | None = None
 
-    features trains on what something sees in the images instead of the images: "scatter", "patches", "prior" (or the
-    file of a prior itself), "patches+prior", a pretrained network by name, an .onnx file, or package.module:function,
-    which takes images, or, with a file of weights, builds a network. feature_size, pixels and unit_length: see
-    ``Inputs`` and ``Extractor``. mirror adds what is seen in the mirror image; left out, patches and priors do so, and
-    networks and functions do not.
+    def performance(self) -> Performance:
+        """Return how the run is computed."""
+        from modelmix.training import Performance
 
-    With features = "scatter", normalise = "group" makes every group of their
-    channels mean 0 and variance 1, sample by sample; "private" does so for every channel over the training set, with
-    moments released by noise of multiplier normalise_noise on channel means clipped to mean_clip and channel second
-    moments clipped to square_clip, and epsilon counts them. normalise = "scenes", "silhouettes" or "characters" whitens
-    features by synthetic images of that kind, "public" by those of public, and keeps so many components; free.
+        return Performance(
+            device=self.device, engine=self.engine, precision=self.precision, compiled=self.compiled, chunk=self.chunk
+        )
+
+
+TABLES: Mapping[str, type[ConfigTable]] = {
+    "data": DataConfig, "features": FeaturesConfig, "model": ModelConfig, "privacy": PrivacyConfig,
+    "optimizer": OptimizerConfig, "run": RunConfig,
+}  # fmt: skip
+PLACES = tuple(f"{title}.{name}" for title, table in TABLES.items() for name in table.__struct_fields__)
+"""Every key of a recipe with its table."""
+
+_RENAMED = {
+    "name": "run.name", "data": "data.source", "features": "features.kind", "feature_size": "features.size",
+    "prior": "model.prior or features.prior", "model": "model.kind", "mechanism": "privacy.kind",
+    "z": "privacy.noise_multiplier", "omega": "privacy.mixing_width", "compile": "run.compiled",
+}  # fmt: skip
+
+
+def place_of(name: str) -> str | None:
+    """Return the table and key of a name that recipes and options had before there were tables."""
+    found = [place for place in PLACES if place.endswith(f".{name}")]
+    return _RENAMED.get(name) or (found[0] if len(found) == 1 else None)
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that defines a run, in tables.
+
+    >>> recipe = Recipe(privacy=PrivacyConfig(epsilon=3.0, batch=256, steps=200, mixing_width=2.0))
+    >>> recipe = recipe.changed({"model.kind": "linear", "privacy.kind": "plain"})
+    >>> round(recipe.plan(10_000).phases[0].mechanism.noise_multiplier, 3)
+    0.905
     """
 
-    name: str = "run"
-    data: str = "fashion-mini"
-    population: int | None = None
-    classes: int | None = None
-    test_public: bool = False
-    spent: Paths | None = None
-    image_size: int | None = None
-    prior: str | None = None
-    features: str | None = None
-    weights: str | None = None
-    feature_size: int | None = None
-    pixels: str | None = None
-    unit_length: bool = False
-    mirror: bool | None = None
-    normalise: str | None = None
-    components: int | None = None
-    normalise_noise: float = 8.0
-    mean_clip: float | None = None
-    square_clip: float | None = None
-    model: str = "cnn"
-    mechanism: str = "modelmix"
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    delta: float = 1e-5
-    steps: int = 100
-    batch: float | None = None
-    sample_rate: float | None = None
-    clip: float = 1.0
-    public: str | None = None
-    embedding_clip: float | None = None
-    basis: int | None = None
-    groups: int | None = None
-    lr: Changing = 1.0
-    mixing_width: Changing | None = None
-    tau_over_eta: Changing | None = None
-    tau: Changing | None = None
-    p: int = 1
-    padding: str = "exact"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    ema: float | None = None
-    augment: str | None = None
-    multiplicity: int = 1
-    second_start: bool = False
-    evaluate_every: int | None = None
-    seed: int | None = None
+    data: DataConfig = DataConfig()
+    features: FeaturesConfig | None = None
+    model: ModelConfig = ModelConfig()
+    privacy: PrivacyConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _of_kind(field.name, getattr(self, field.name), str(field.type)))
-        if self.mechanism not in MECHANISMS:
-            raise ModelMixError(f"mechanism = {self.mechanism!r} is unknown: choose one of {', '.join(MECHANISMS)}.")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ModelMixError(f"seed = {self.seed} is not allowed: the seed must be between -2^63 and 2^63.")
-        self._one_of("epsilon", "noise_multiplier")
-        self._one_of("batch", "sample_rate")
-        if MECHANISMS[self.mechanism][2]:
-            self._one_of(*_MIXING)
-        elif any(getattr(self, name) is not None for name in _MIXING):
-            raise ModelMixError(f"{self.mechanism} does not mix: leave out {', '.join(_MIXING)}.")
-        sources.check(self)
-        network = self.features is not None and sources.kind_of(self.features) in sources.EXTRACTORS
-        if self.mirror is not network:
-            object.__setattr__(self, "mirror", None)  # what is meant anyhow is written one way
-        self._check_embedding()
-        probability("delta", self.delta, "the failure probability")
-        for name, meaning in _POSITIVE.items():
-            if getattr(self, name) is not None:
-                positive(name, getattr(self, name), meaning)
-        for name, meaning in _COUNTS.items():
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), meaning, least=1)
-
-    def _one_of(self, *names: str) -> None:
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise ModelMixError(f"a recipe for {self.mechanism} needs one of {', '.join(names)}: it has {found}.")
-
-    def _check_embedding(self) -> None:
-        needed, allowed = ("public", "embedding_clip"), ["public", "embedding_clip", "basis", "groups"]
-        if self.embeds and any(getattr(self, name) is None for name in needed):
-            raise ModelMixError(f"a recipe for {self.mechanism} needs {' and '.join(needed)}.")
-        if self.normalise == "public":
-            allowed.remove("public")
-        if not self.embeds and any(getattr(self, name) is not None for name in allowed):
+        for title, values in self.as_dict().items():  # a table that was made in Python has not been checked
+            msgspec.structs.force_setattr(self, title, read_table(TABLES[title], title, values))
+        embeds, public = self.privacy.embeds, self.data.public
+        whitens = self.features is not None and self.features.normalise == "public"
+        if (embeds or whitens) != (public is not None):
             raise ModelMixError(
-                f"{self.mechanism} does not embed gradients: leave out {', '.join(allowed)}"
-                f"{' (public whitens features with normalise = public)' if 'public' in allowed else ''}."
+                "data.public is for privacy.embedding_clip, which embeds gradients, and for features.normalise = "
+                f'"public": {"leave it out" if public else "give it"}.'
             )
-        if self.embeds and self.features is not None:
-            raise ModelMixError("gradients are embedded for networks on images: leave out features.")
-
-    @property
-    def embeds(self) -> bool:
-        return self.mechanism.startswith(_EMBEDDING)
+        if embeds and self.features is not None:
+            raise ModelMixError("gradients are embedded for networks on images: leave [features] out.")
+        if self.model.prior is not None and (self.features is not None or self.model.second_start):
+            raise ModelMixError(
+                "model.prior is one start of a network on images: leave [features] and model.second_start out; a prior "
+                "with features of its own is features.prior."
+            )
 
     @classmethod
-    def from_mapping(cls, data: Mapping[str, Any]) -> Recipe:
-        """Refuses unknown names, with the nearest known one."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in data:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}."
-                raise ModelMixError(f"a recipe has no {name!r}: {hint}")
-        return cls(**data)
+    def from_mapping(cls, tables: Mapping[str, Any]) -> Recipe:
+        """Make a recipe of tables; unknown names are refused with the nearest known one."""
+        flat = [name for name, values in tables.items() if name not in TABLES or not isinstance(values, Mapping | None)]
+        places = [(name, place) for name in flat if (place := place_of(name)) is not None]
+        if places:
+            moved = ", ".join(f"{place} for {name}" for name, place in places)
+            raise ModelMixError(f"a recipe consists of tables now: write {moved}.")
+        for name in flat:
+            raise ModelMixError(f"a recipe has no table {name!r}: {nearest(name, TABLES)}")
+        for title, values in tables.items():
+            for name in values:
+                if f"{title}.{name}" not in PLACES:
+                    raise ModelMixError(f"a recipe has no {title}.{name}: {_hint(title, str(name))}")
+        found: dict[str, Any] = {**tables, "privacy": tables.get("privacy", {})}
+        made: dict[str, Any] = {title: read_table(TABLES[title], title, values) for title, values in found.items()}
+        return cls(**made)
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
-        """Reads a .toml, .yaml or .yml file."""
-        data = read_mapping(path)
+        """Read a .toml file."""
+        tables = read_toml(path)
         try:
-            recipe = cls.from_mapping(data)
-            if data.get("mirror"):
-                sources.check_mirror(recipe)
-            return recipe
+            return cls.from_mapping(tables)
         except ModelMixError as error:
             raise ModelMixError(f"{path}: {error}") from None
 
     @classmethod
     def of_run(cls, folder: str | Path) -> Recipe | None:
-        """The recipe of the run in a folder; None if there is no run of a recipe."""
+        """Return the recipe of the run in a folder; None if there is no run of a recipe."""
+        path = Path(folder) / "config.json"
         try:
-            config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None  # the trainer says what is wrong with it
         recipe = config.get("recipe") if isinstance(config, dict) else None
-        return cls.from_mapping(recipe) if isinstance(recipe, dict) else None
+        if not isinstance(recipe, dict):
+            return None
+        require_current(config, path.parent)
+        return cls.from_mapping(recipe)
 
-    def changed(self, **changes: Any) -> Recipe:
-        """This recipe with some values replaced; one of an either-or pair pushes the other out."""
-        now = dataclasses.asdict(self)
-        for group in (("epsilon", "noise_multiplier"), ("batch", "sample_rate"), _MIXING):
-            if any(name in changes for name in group):
-                now |= dict.fromkeys(group)
-        if not MECHANISMS.get(changes.get("mechanism", self.mechanism), ("", "", True))[2]:
-            now |= dict.fromkeys(_MIXING)
-        return Recipe.from_mapping({**now, **changes})
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """Return this recipe with other values, by table and key; one of an either-or pair pushes the other out.
 
-    def as_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        Args:
+            changes: for instance {"privacy.epsilon": 2.0, "model.kind": "linear"}; None takes a value out.
+        """
+        tables = {title: dict(values) for title, values in self.as_dict().items()}
+        traits = MECHANISMS.get(changes.get("privacy.kind", self.privacy.kind))
+        for names in EITHER:
+            if any(f"privacy.{name}" in changes for name in names) or (names == MIXING and traits and not traits.mixes):
+                for name in names:
+                    tables["privacy"].pop(name, None)
+        for place, value in changes.items():
+            title, dot, name = place.partition(".")
+            if not dot:
+                raise ModelMixError(f"a recipe has no {place!r}: {_hint('', place)}")
+            tables.setdefault(title, {})[name] = value
+        return Recipe.from_mapping(tables)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Return everything that is set, by tables."""
+        return {title: getattr(self, title).as_dict() for title in TABLES if getattr(self, title) is not None}
 
     def as_toml(self) -> str:
-        """The recipe as a file that ``load`` reads."""
-        return "".join(f"{key} = {_toml(value)}\n" for key, value in self.as_dict().items())
-
-    def rate_for(self, n: int) -> float:
-        if self.sample_rate is not None:
-            return rate("sample_rate", self.sample_rate, "the sampling rate")
-        return rate("batch / samples", (self.batch or 0.0) / self.public_size(n), "the sampling rate")
-
-    def public_size(self, n: int) -> int:
-        """What every scale is derived from: the population, or the number of samples, which is then public."""
-        return n if self.population is None else self.population
-
-    def claim(self, n: int) -> Ledger:
-        """An empty ledger with what a run on n samples can claim."""
-        return Ledger(adjacency=ZERO_OUT if self.population is None else ADD_OR_REMOVE, population=self.public_size(n))
+        """Return the recipe as a file that ``load`` reads."""
+        return write_toml(self.as_dict())
 
     def load_data(self, data_dir: str | Path | None = None) -> DataSet:
         """Load the data set of this recipe."""
         from modelmix.data import load
 
-        return load(self.data, data_dir, self.image_size, classes=self.classes, test_public=self.test_public)
-
-    def spent_claims(self) -> list[Claim]:
-        """What the ledgers and run folders that ``spent`` names count as."""
-        return [load_claim(path) for path in ([self.spent] if isinstance(self.spent, str) else self.spent or ())]
-
-    def before(self) -> Ledger:
-        """What had been released about the training samples before this run, or was planned to be."""
-        out = Ledger()
-        for found in self.spent_claims():
-            out = out.then(found.ledger)
-        return out
+        data = self.data
+        return load(data.source, data_dir, data.image_size, classes=data.classes, test_public=data.test_public)
 
     def price(self, n: int) -> Ledger:
-        """What is released about n training samples before training."""
-        if self.normalise != "private":
-            return self.before()
-        return self.before().then(self.claim(n).add(Mechanism(self.normalise_noise, 1.0), 2))
+        """Return what is released about n training samples before training."""
+        if self.features is None or self.features.normalise != "private":
+            return self.privacy.before()
+        return self.privacy.before().then(self.privacy.claim(n).add(Mechanism(self.features.normalise_noise, 1.0), 2))
 
     def whole(self, n: int) -> Ledger:
-        """All that a run on n samples releases: ``price``, then what is trained."""
+        """Return all that a run on n samples releases: ``price``, then what is trained."""
         return self.plan(n).ledger
 
     def plan(self, n: int) -> Plan:
-        """The plan of training on n samples.
+        """Return the plan of training on n samples.
 
         If epsilon is the target, the noise is calibrated here, so that price and training together spend it.
         """
-        law, _, mixes = MECHANISMS[self.mechanism]
-        q, price = self.rate_for(n), self.price(n)
-        widths = self._widths(q * self.public_size(n)) if mixes else [(self.steps, 0.0)]
-
-        def mechanism(z: float, width: float) -> Mechanism:
-            if self.embedding_clip is None:
-                return Mechanism(z, q, width, self.p, law)
-            return EmbeddingMechanism(z, q, width, self.p, law, clip_ratio=self.embedding_clip / self.clip)
-
-        def planned(z: float) -> Plan:
-            ledger = self.claim(n)
-            for steps, width in widths:
-                ledger = ledger.add(mechanism(z, width), steps)
-            return Plan(
-                ledger.phases, self.delta, ledger.population, ledger.adjacency, target=self.epsilon, spent=price
-            )
-
-        if self.epsilon is None:
-            return planned(self.noise_multiplier or 0.0)
-        if self.normalise == "private" and (cost := proved_epsilon(price, self.delta)) >= self.epsilon:
+        privacy, price = self.privacy, self.price(n)
+        own = self.features is not None and self.features.normalise == "private"
+        if own and privacy.epsilon and (cost := proved_epsilon(price, privacy.delta)) >= privacy.epsilon:
             raise ModelMixError(
-                f"what comes before training costs epsilon {up_digits(cost, 3)} and the target is {self.epsilon:g}: "
-                'raise normalise_noise, or use normalise = "group", which is free.'
+                f"what comes before training costs epsilon {up_digits(cost, 3)} and the target is {privacy.epsilon:g}: "
+                'raise features.normalise_noise, or use features.normalise = "group", which is free.'
             )
-        return planned(calibrated_noise(lambda z: planned(z).ledger, self.epsilon, self.delta, price))
+        return privacy.plan(n, price, self.schedule("optimizer.lr"))
 
-    def _widths(self, batch: float) -> list[tuple[int, float]]:
-        """(steps, omega) in order; steps of the same width are put together."""
-        out: list[tuple[int, float]] = []
-        lr = self.schedule("lr")
-        name = next(n for n in _MIXING if getattr(self, n) is not None)
-        mixing = self.schedule(name)
-        for step in range(1, self.steps + 1):
-            width = mixing.at(step)
-            if name != "mixing_width":
-                width *= batch / self.clip
-            if name == "tau":
-                width /= lr.at(step)
-            if out and out[-1][1] == width:
-                out[-1] = (out[-1][0] + 1, width)
-            else:
-                out.append((1, width))
-        return out
-
-    def schedule(self, name: str) -> Schedule:
-        """One of the changing numbers as a schedule."""
-        from modelmix.training.schedules import Schedule, schedule
-
-        value = getattr(self, name)
-        if not isinstance(value, Mapping):
-            return schedule(name, value, name)
-        shape = value.get("schedule", "pieces")
-        numbers = {key: number for key, number in value.items() if key != "schedule"}
-        try:
-            if shape == "pieces":
-                return Schedule.pieces({int(step): number for step, number in numbers.items()})
-            make = {"linear": Schedule.linear, "cosine": Schedule.cosine}[shape]
-            return make(**{"steps": self.steps, **numbers})
-        except ModelMixError as error:
-            raise ModelMixError(f"{name}: {error}") from None
-        except (KeyError, ValueError, TypeError):
-            raise ModelMixError(
-                f'{name} is not a schedule: write a number, {{schedule = "linear", start = 1.0, end = 0.1}}, the same '
-                'with "cosine", or {1 = 0.15, 3001 = 0.015}.'
-            ) from None
+    def schedule(self, place: str) -> Schedule:
+        """Return one of the changing numbers as a schedule, for instance "optimizer.lr"."""
+        title, _, name = place.partition(".")
+        return as_schedule(place, getattr(getattr(self, title), name), self.privacy.steps)
 
     def trainer(
         self,
@@ -391,41 +253,30 @@ class Recipe:
         engine: Engine | None = None,
         data_dir: str | Path | None = None,
     ) -> Trainer:
-        """The trainer of this recipe on a data set, or on what ``prepare`` made of one for it.
+        """Return the trainer of this recipe on a data set, or on what ``prepare`` made of one for it.
 
         Args:
+            performance: in place of what ``[run]`` says.
             tested: False keeps the test set away from the training; ``Trainer.evaluate`` can be given it afterwards.
             engine: see ``Trainer``.
             data_dir: where public images are looked for by name.
         """
-        import torch
         from torch import nn
 
         from modelmix.config.preparation import Prepared, prepare
-        from modelmix.models import Pixels, build
-        from modelmix.training import Augment, Performance, RunOptions, Trainer
+        from modelmix.training import Augment, RunOptions, Trainer
         from modelmix.training.augment import AUGMENTATIONS
 
-        if self.augment is not None and self.augment not in AUGMENTATIONS:
-            raise ModelMixError(f"augment = {self.augment!r} is unknown: choose one of {', '.join(AUGMENTATIONS)}.")
+        performance = performance or self.run.performance()
         if isinstance(data, Prepared):
             prepared, plan = data, self.plan(len(data.data.train))
         else:
             plan = self.plan(len(data.train))  # before anything is spent
-            device = (performance or Performance()).find_device()
-            prepared = prepare(self, data, device, folder if resume else None, data_dir)
-        data = prepared.data
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0 if self.seed is None else self.seed)  # initial weights are public
-            model = Pixels(build(self.model, data.shape, len(data.classes)))
-            other = Pixels(build(self.model, data.shape, len(data.classes))) if self.second_start else None
-        if self.prior is not None and self.features is None:
-            if other is not None:
-                raise ModelMixError("a prior is one start: leave second_start out.")
-            kinds.start_from(self.prior, model.network)
-        _, rule, _ = MECHANISMS[self.mechanism]
-        about: dict[str, Any] = {"data": data.name, "model": self.model, "steps": self.steps, "recipe": self.as_dict()}
-        about |= prepared.about
+            prepared = prepare(self, data, performance.find_device(), folder if resume else None, data_dir)
+        model, other = self._networks(prepared.data)
+        rule, optimizer, tables = self.privacy.traits.rule, self.optimizer, self.as_dict()
+        about: dict[str, Any] = {"data": prepared.data.name, "model": self.model.kind, "steps": self.privacy.steps}
+        about |= {"recipe": tables, **prepared.about, "assumed": assumed_by(tables)}
         if rule == "released":
             about["claimed_epsilon"] = plan.guarantee().epsilon
         return Trainer(
@@ -433,32 +284,53 @@ class Recipe:
             nn.CrossEntropyLoss(),
             prepared.train,
             plan,
-            clip=self.clip,
-            lr=self.schedule("lr"),
+            clip=self.privacy.clip,
+            lr=self.schedule("optimizer.lr"),
             rule=_make_rule(
                 rule,
                 model,
                 prepared.embedding is not None,
-                padding=self.padding,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
-                ema=self.ema,
+                padding=self.privacy.padding,
+                momentum=optimizer.momentum,
+                weight_decay=optimizer.weight_decay,
+                ema=optimizer.ema,
                 previous=other,
             ),
-            augment=Augment(AUGMENTATIONS[self.augment] if self.augment else None, self.multiplicity),
+            augment=Augment(AUGMENTATIONS[self.data.augment] if self.data.augment else None, self.data.multiplicity),
             embedding=prepared.embedding,
             test_set=prepared.test if tested else None,
             folder=folder,
             options=RunOptions(
                 resume=resume,
-                seed=self.seed,
-                test_public=self.test_public,
-                performance=performance or Performance(),
+                seed=self.run.seed,
+                test_public=self.data.test_public,
+                performance=performance,
                 engine=engine,
-                name=self.name,
-                about={**about, "assumed": assumed_by(self.as_dict())},
+                name=self.run.name,
+                about=about,
             ),
         )
+
+    def _networks(self, data: DataSet) -> tuple[nn.Module, nn.Module | None]:
+        """The network, and the second start if there is one; initial weights are public."""
+        import torch
+
+        from modelmix.models import Pixels, build
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0 if self.run.seed is None else self.run.seed)
+            models = [
+                Pixels(build(self.model.kind, data.shape, len(data.classes)))
+                for _ in range(1 + self.model.second_start)
+            ]
+        if self.model.prior is not None:
+            kinds.start_from(self.model.prior, models[0].network)
+        return models[0], models[1] if self.model.second_start else None
+
+    @property
+    def evaluate_every(self) -> int:
+        """The number of steps between evaluations."""
+        return self.run.evaluate_every or max(1, self.privacy.steps // 20)
 
 
 def _make_rule(name: str, model: nn.Module, embedded: bool, **fields: Any) -> Rule:
@@ -472,91 +344,9 @@ def _make_rule(name: str, model: nn.Module, embedded: bool, **fields: Any) -> Ru
     return kinds.RULES[name](model, embedded, **fields)
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The table in a .toml, .yaml or .yml file."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelMixError(f"cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ModelMixError(f"{path} is not a text file: give a .toml or .yaml recipe.") from None
-    try:
-        if path.suffix == ".toml":
-            if sys.version_info >= (3, 11):
-                import tomllib
-            else:
-                import tomli as tomllib
-
-            data: Any = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            data = _yaml(text)
-        else:
-            raise ModelMixError(f"{path} is not a recipe: give a .toml, .yaml or .yml file.")
-    except ModelMixError:
-        raise
-    except Exception as error:  # the parsers' own errors, which say where
-        raise ModelMixError(f"{path} cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())}.") from None
-    if not isinstance(data, dict):
-        raise ModelMixError(f"{path} is not a recipe: it must be a table of names and values.")
-    return data
-
-
-def _yaml(text: str) -> Any:
-    """YAML as people mean it: 1e-5 is a number, and a name that comes twice is a mistake."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        pairs = [(loader.construct_object(k, deep=True), loader.construct_object(v, deep=True)) for k, v in node.value]
-        if len({str(key) for key, _ in pairs}) != len(pairs):
-            raise ValueError(f"a name comes twice in line {node.start_mark.line + 1} or after")
-        return dict(pairs)
-
-    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
-    return yaml.load(text, Loader)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)
-
-
-_WORDS = {
-    "str": "a text",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "Changing": "a number or a schedule",
-    "Paths": "a file or a list of files",
-}
-
-
-def _of_kind(name: str, value: Any, kind: str) -> Any:
-    """A value as the type its field is declared with: 100.0 is taken as 100, 3 as 3.0."""
-    kind, optional = kind.removesuffix(" | None"), kind.endswith("None")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None and optional:
-        return None
-    if kind == "Changing" and isinstance(value, Mapping):
-        return {str(key): entry for key, entry in value.items()}
-    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
-        return value
-    if (
-        kind == "Paths"
-        and value
-        and all(isinstance(path, str) for path in ([value] if isinstance(value, str) else value))
-    ):
-        return value if isinstance(value, str) else value[0] if len(value) == 1 else list(value)
-    with suppress(ValueError, OverflowError):  # not a number; past the range of floats
-        if number and kind == "int" and value == int(value):
-            return int(value)
-        if number and kind in ("float", "Changing"):
-            return float(value)
-    raise ModelMixError(f"{name} = {value!r} is not of the right kind: it must be {_WORDS[kind]}.")
+def _hint(title: str, name: str) -> str:
+    """Where a key might be that a table does not have."""
+    own = [place for place in PLACES if place.startswith(f"{title}.")]
+    keys = {place.partition(".")[2]: place for place in (*PLACES, *own)}
+    near = get_close_matches(name, keys, 1)
+    return f"did you mean {keys[near[0]]}?" if near else f"choose one of {', '.join(own or PLACES)}."

@@ -318,8 +318,9 @@ def _number_classes(name: str, count: int | None, public: Array | None) -> tuple
         count = int(public.max()) + 1
     if count is None:
         raise ModelMixError(
-            f"{name} does not say how many classes there are, and private labels are not counted: give --classes N "
-            "(classes in a recipe), or declare the test set public with --test-public."
+            f"{name} does not say how many classes there are, and private labels are not counted: give classes "
+            "(data.classes in a recipe, --set data.classes=N), or declare the test set public "
+            "(--set data.test_public=true)."
         )
     return tuple(str(label) for label in range(whole("classes", count, "the number of classes", least=2)))
 

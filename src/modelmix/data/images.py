@@ -117,8 +117,8 @@ def _pixels(path: Path, files: list[Path], size: int | None) -> NDArray[np.uint8
         if image.shape != out.shape[1:]:
             sides = [f"{shape[2]} x {shape[1]}" for shape in (image.shape, out.shape[1:])]
             raise ModelMixError(
-                f"{file} is {sides[0]} pixels and others are {sides[1]}: give one size for all (image_size in a "
-                "recipe, or --image-size)."
+                f"{file} is {sides[0]} pixels and others are {sides[1]}: give one size for all "
+                "(data.image_size in a recipe)."
             )
         out[i] = image
     _refuse(path, bad, len(files))

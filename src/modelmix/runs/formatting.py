@@ -30,10 +30,12 @@ NOTHING_COVERED = "Nothing is covered by a guarantee: not the released states, n
 
 def assumed_by(recipe: Mapping[str, Any]) -> list[str]:
     """Return what only the recipe knows to be assumed."""
-    out, features = [], str(recipe.get("features") or "scatter")
-    if features not in UNTAUGHT and not features.endswith(".npz"):
-        out.append(f"no private sample taught the network of the features, {features}")
-    if recipe.get("normalise") == "public":
+    found = recipe.get("features")
+    table = found if isinstance(found, Mapping) else {**recipe, "kind": found}  # before version 3: one flat table
+    out, kind = [], str(table.get("kind") or "scatter")
+    if kind not in UNTAUGHT and not kind.endswith(".npz"):
+        out.append(f"no private sample taught the network of the features, {kind}")
+    if table.get("normalise") == "public":
         out.append("the images by which features are whitened are public")
     return out
 

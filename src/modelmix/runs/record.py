@@ -20,7 +20,7 @@ from torch import Tensor
 from modelmix._version import __version__
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.plan import Plan
-from modelmix.accounting.runs import restrictions
+from modelmix.accounting.runs import require_current, restrictions
 from modelmix.errors import ModelMixError, UnprovedError
 from modelmix.runs.folder import SCHEMA, VERSION, RunFolder
 
@@ -117,6 +117,7 @@ class Record:
     def _require_same_run(self) -> None:
         config, path = self.folder.read_json("config.json"), self.folder.path
         settings = config.get("settings")
+        require_current(config, path)
         if config.get("schema") != SCHEMA or config.get("version") != VERSION or not isinstance(settings, dict):
             raise ModelMixError(
                 f"{path} holds no run that this program can resume (config.json of another version, or damaged): "

@@ -7,6 +7,7 @@ last two states -> new state; the ledger line comes before the state.
 from modelmix.gradients import clipped_sum
 from modelmix.gradients.clip import Clip
 from modelmix.runs.callbacks import Callback, RunView
+from modelmix.training.advice import ClipAdvice, HistogramBudget, LossConstants, advise_clip
 from modelmix.training.augment import Augment
 from modelmix.training.embedding import Embedding, random_labels
 from modelmix.training.options import LoopOptions, RunOptions
@@ -22,8 +23,11 @@ __all__ = [
     "Augment",
     "Callback",
     "Clip",
+    "ClipAdvice",
     "Embedding",
+    "HistogramBudget",
     "LoopOptions",
+    "LossConstants",
     "Performance",
     "PrivateLoader",
     "PrivateOptimizer",
@@ -35,6 +39,7 @@ __all__ = [
     "Schedule",
     "State",
     "Trainer",
+    "advise_clip",
     "clipped_sum",
     "make_private",
     "random_labels",

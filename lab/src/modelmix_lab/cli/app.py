@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from modelmix.cli.advise import advise
 from modelmix.cli.app import Root, run_program
 from modelmix.cli.audit import audit
-from modelmix.cli.clip_advice import clip_advice
 from modelmix.cli.once import Program
-from modelmix.cli.train import train
+from modelmix.cli.train import TrainCommand, train
 from modelmix_lab.cli.data import data
 from modelmix_lab.cli.prior import prior
 from modelmix_lab.cli.reproduce import reproduce
@@ -44,9 +44,10 @@ def _root(
     pass
 
 
-for _command in (train, audit, clip_advice, reproduce, results, prior):
-    app.command(_command.__name__.replace("_", "-"))(_command)
-for _name, _group in {"data": data, "theory": theory}.items():
+app.command("train", cls=TrainCommand)(train)
+for _command in (audit, reproduce, results, prior):
+    app.command(_command.__name__)(_command)
+for _name, _group in {"advise": advise, "data": data, "theory": theory}.items():
     app.add_typer(_group, name=_name)
 
 

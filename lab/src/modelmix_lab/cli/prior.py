@@ -36,7 +36,8 @@ def prior(
     \b
     modelmix-lab prior --out prior.npz
     modelmix-lab prior --of characters --out reads.npz
-    modelmix-lab train recipe.toml        (with: prior = "prior.npz", and features = "prior" for a head on its features)
+    modelmix-lab train --model wrn-16-4 --set model.prior=prior.npz
+    modelmix-lab train --model linear --set features.kind=prior.npz
     """
     from modelmix.training import Performance
     from modelmix_lab.features.prior import PriorConfig, train_prior

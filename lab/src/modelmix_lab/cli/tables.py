@@ -45,9 +45,9 @@ def print_recipe(table: str, choice: Choice) -> None:
     if len(choice.rows) != 1 or len(choice.kinds) != 1:
         raise ModelMixError("--print-recipe is for one run: give one --row and one --kind.")
     recipe = tables.row(table, choice.rows[0]).recipe(choice.kinds[0], choice.first_seed)
-    changes = {name: getattr(choice, name) for name in ("steps", "batch") if getattr(choice, name) is not None}
+    cut = {"privacy.steps": choice.steps, "privacy.batch": choice.batch}
     print("# The seed is for public data only: whoever knows it can take the noise away.")
-    print(recipe.changed(**changes).as_toml(), end="")
+    print(recipe.changed({place: value for place, value in cut.items() if value is not None}).as_toml(), end="")
 
 
 def run_table(table: str, choice: Choice, out: Path, data_dir: Path | None, knobs: Knobs, json: bool) -> None:
@@ -99,7 +99,7 @@ def _carry_out(
     failed: list[dict[str, str]] = []
     absent: dict[str, str] = {}  # data sets that cannot be read, and why: said once for all their runs
     for i, run in enumerate(runs, start=1):
-        head, data = f"[{i}/{len(runs)}] {run.name}", run.recipe.data
+        head, data = f"[{i}/{len(runs)}] {run.name}", run.recipe.data.source
         try:
             if (found := run.finished(out)) is not None:
                 done.append(found)
@@ -142,7 +142,7 @@ def _unreadable(store: Store, run: Run) -> str | None:
 
 def _plan(runs: Sequence[Run], out: Path) -> None:
     waiting = [run for run in runs if not os.path.exists(run.file(out)) or run.rehearsal]
-    steps = sum(run.recipe.steps for run in waiting)
+    steps = sum(run.recipe.privacy.steps for run in waiting)
     said = f"{len(runs)} runs, {len(runs) - len(waiting)} of them done; {steps:,} steps to take at most"
     if any(run.rehearsal for run in runs):
         said = f"REHEARSAL, no results: {said}"
@@ -150,10 +150,10 @@ def _plan(runs: Sequence[Run], out: Path) -> None:
 
 
 def _work(run: Run) -> str:
-    recipe = run.recipe
-    size = f"{recipe.batch:,.0f}" if recipe.batch is not None else f"q = {recipe.sample_rate:g}"
-    copies = f" x {recipe.multiplicity}" if recipe.multiplicity > 1 else ""
-    return f"{recipe.steps:,} steps of {size}{copies}, {recipe.model} on {recipe.data}"
+    privacy, data = run.recipe.privacy, run.recipe.data
+    size = f"{privacy.batch:,.0f}" if privacy.batch is not None else f"q = {privacy.sample_rate:g}"
+    copies = f" x {data.multiplicity}" if data.multiplicity > 1 else ""
+    return f"{privacy.steps:,} steps of {size}{copies}, {run.recipe.model.kind} on {data.source}"
 
 
 def _outcome(result: Result) -> str:

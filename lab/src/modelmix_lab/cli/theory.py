@@ -83,7 +83,7 @@ def convex(
 
 @theory.command()
 def clipped(
-    kappa: Annotated[float, typer.Option(help="Tail constant of the sampling noise (modelmix clip-advice).")],
+    kappa: Annotated[float, typer.Option(help="Tail constant of the sampling noise (modelmix advise clip).")],
     beta: Beta = 1.0,
     loss_range: Annotated[float, typer.Option("--range", help="R_F: largest minus smallest value of F.")] = 1.0,
     clip: Annotated[float | None, typer.Option(help="c; left out, the smallest the proof accepts.")] = None,

@@ -57,8 +57,9 @@ class Run:
     def of(cls, row: Row, kind: str, seed: int, steps: int | None = None, batch: float | None = None) -> Run:
         """A run as its row says, or a rehearsal of fewer steps or smaller batches."""
         recipe = row.recipe(kind, seed)
-        changes = {name: value for name, value in (("steps", steps), ("batch", batch)) if value is not None}
-        return cls(row, kind, seed, recipe.changed(**changes), bool(changes))
+        cut = {"privacy.steps": steps, "privacy.batch": batch}
+        changes = {place: value for place, value in cut.items() if value is not None}
+        return cls(row, kind, seed, recipe.changed(changes), bool(changes))
 
     @property
     def name(self) -> str:
@@ -104,7 +105,7 @@ class Run:
         if self.rehearsal:
             return None
         for other in (Run.of(row, kind, self.seed) for table in TABLES for row in rows(table) for kind in row.kinds):
-            if other.place != self.place and replace(other.recipe, name=self.recipe.name) == self.recipe:
+            if other.place != self.place and other.recipe.changed({"run.name": self.recipe.run.name}) == self.recipe:
                 with suppress(ModelMixError, OSError):  # what is wrong with it is for its own run to say
                     if (found := other.finished(out)) is not None:
                         return found
@@ -130,7 +131,7 @@ def adopt(run: Run, twin: Result, out: Path) -> Result:
         table=run.row.table,
         row=run.row.name,
         kind=run.kind,
-        recipe={**twin.recipe, "name": run.recipe.name},
+        recipe={**twin.recipe, "run": {**twin.recipe["run"], "name": run.recipe.run.name}},
         same_run_as=None if origin == own else origin,  # own: the twin was written from this run, whose file is gone
         path=run.file(out),
     )
@@ -151,7 +152,7 @@ def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Re
             tested=False,
             engine=store.engine(run.recipe, prepared),
         )
-        ready, every = time.monotonic(), -(-run.recipe.steps // _CHECKPOINTS)
+        ready, every = time.monotonic(), -(-run.recipe.privacy.steps // _CHECKPOINTS)
         trainer.run(evaluate_every=every)
         # A run that was interrupted has trained before: only its loading and testing are of this process.
         result = _result(run, trainer, prepared, performance, began + time.monotonic() - ready)
@@ -163,9 +164,9 @@ def carry_out(run: Run, out: Path, store: Store, performance: Performance) -> Re
 def _result(run: Run, trainer: Trainer, prepared: Prepared, performance: Performance, began: float) -> Result:
     recipe, trained = run.recipe, float(trainer.seconds)
     accuracy = {
-        "reported": "last" if recipe.ema is None else "average",
+        "reported": "last" if recipe.optimizer.ema is None else "average",
         "last": trainer.evaluate(prepared.test)["accuracy"],
-        "average": None if recipe.ema is None else trainer.evaluate(prepared.test, averaged=True)["accuracy"],
+        "average": None if recipe.optimizer.ema is None else trainer.evaluate(prepared.test, averaged=True)["accuracy"],
     }
     data = prepared.data
     return Result(
@@ -177,7 +178,7 @@ def _result(run: Run, trainer: Trainer, prepared: Prepared, performance: Perform
         recipe=recipe.as_dict(),
         data={"name": data.name, "train": len(data.train), "test": len(data.test)},
         accuracy=accuracy,
-        epsilon=account(trainer.ledger, recipe.delta),
+        epsilon=account(trainer.ledger, recipe.privacy.delta),
         ledger=json.loads(trainer.ledger.to_json()),
         steps=trainer.step,
         seconds={"training": trained, "total": round(trained + time.monotonic() - began, 3)},

@@ -15,7 +15,7 @@ from modelmix.accounting.ledger import Ledger
 from modelmix.errors import ModelMixError
 from modelmix_lab.experiments.tables import KINDS, TABLES
 
-SCHEMA, VERSION = "modelmix-result", 1
+SCHEMA, VERSION = "modelmix-result", 2
 _BY: Mapping[By, str] = {"renyi": "Renyi, improved conversion", "classic": "Renyi, classic conversion"}
 _PLD = "privacy-loss distribution"
 
@@ -84,7 +84,7 @@ class Result:
     def proved_epsilon(self) -> float | None:
         """Return the epsilon that is proved, recomputed from the ledger; None where no proof covers the run."""
         ledger = Ledger.from_json(json.dumps(self.ledger))
-        return None if ledger.unproved else epsilon(ledger, float(self.recipe.get("delta", 1e-5)))
+        return None if ledger.unproved else epsilon(ledger, float(self.recipe["privacy"].get("delta", 1e-5)))
 
     def save(self, path: Path) -> None:
         """Written whole or not at all."""
@@ -118,7 +118,7 @@ class Result:
             ledger = Ledger.from_json(json.dumps(result.ledger))
             known = result.table in TABLES and result.kind in KINDS and 0 <= result.reported <= 100
             # What was released before training, for private normalisation, is in the ledger as well.
-            taken = result.recipe["steps"] == result.steps <= ledger.steps
+            taken = result.recipe["privacy"]["steps"] == result.steps <= ledger.steps
             numbers = isinstance(result.accuracy[result.accuracy["reported"]], float) and result.data["train"] > 0
             timed = all(float(result.seconds[name]) >= 0 for name in ("training", "total"))
             if not (known and taken and numbers and timed):

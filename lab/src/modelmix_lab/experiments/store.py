@@ -14,12 +14,6 @@ from modelmix.gradients import Engine
 from modelmix.models import Pixels, build
 from modelmix.training import Performance
 
-# What of a recipe decides what its images become.
-_PREPARATION = (
-    *("features", "normalise", "components", "mirror", "prior", "weights", "feature_size", "pixels", "unit_length"),
-    *("public", "basis", "groups"),
-)
-
 
 class Store:
     """What runs train on and with. It keeps one data set at a time, with everything that was prepared from it.
@@ -39,7 +33,8 @@ class Store:
 
     def data(self, recipe: Recipe) -> DataSet:
         """The images of this recipe, as they are."""
-        source = recipe.data, recipe.image_size, recipe.classes, recipe.test_public
+        wanted = recipe.data
+        source = wanted.source, wanted.image_size, wanted.classes, wanted.test_public
         if self._data is None or self._source != source:
             self._data, self._prepared = None, {}  # room before the next one comes
             self._data, self._source = recipe.load_data(self._data_dir), source
@@ -48,10 +43,10 @@ class Store:
     def prepared(self, recipe: Recipe, run: Path) -> Prepared:
         """What this recipe trains on; ``run`` is the folder of its run, which may have released moments already."""
         data = self.data(recipe)
-        if recipe.normalise == "private":
+        if recipe.features is not None and recipe.features.normalise == "private":
             recipe.plan(len(data.train))  # refuses a run that cannot pay, before its moments are released
             return prepare(recipe, data, self.device, run)
-        key = tuple(getattr(recipe, name) for name in _PREPARATION)
+        key = recipe.features, recipe.data.public, recipe.privacy.basis, recipe.privacy.groups
         if key not in self._prepared:
             self._prepared[key] = prepare(recipe, data, self.device, data_dir=self._data_dir)
         return self._prepared[key]
@@ -59,11 +54,11 @@ class Store:
     def engine(self, recipe: Recipe, prepared: Prepared) -> Engine:
         """An engine for the network of this recipe: compiling one can take longer than a short run."""
         shape, classes = prepared.data.shape, len(prepared.data.classes)
-        key = recipe.model, shape, classes
+        key = recipe.model.kind, shape, classes
         if key not in self._engines:
             knobs = self._performance
             self._engines[key] = Engine(
-                Pixels(build(recipe.model, shape, classes)).to(self.device),
+                Pixels(build(recipe.model.kind, shape, classes)).to(self.device),
                 nn.CrossEntropyLoss(),
                 prepared.train.head(3),
                 name=knobs.engine,

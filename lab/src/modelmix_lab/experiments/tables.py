@@ -3,20 +3,20 @@
 Beside Tables 1, 2 and 3 there are the numbers of Section 5.3, which the paper prints in its text.
 
 A row is a file ``recipes/TABLE/ROW.toml``: the printed numbers, and one section for every kind of run. A section holds
-what a recipe holds; ``extends`` names files of ``recipes/base``, of which later ones go over earlier ones and the
+the tables of a recipe; ``extends`` names files of ``recipes/base``, of which later ones go over earlier ones and the
 section over all. Without a noise multiplier the noise is calibrated to the row's epsilon.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelmix.config.recipe import Recipe, read_mapping
+from modelmix.config.recipe import Recipe
+from modelmix.config.tables import nearest, read_toml
 from modelmix.errors import ModelMixError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -97,20 +97,21 @@ class Row:
     def recipe(self, kind: str, seed: int | None = None) -> Recipe:
         """The recipe of one run."""
         if kind not in KINDS:
-            raise ModelMixError(f"there is no kind {kind!r}: {_nearest(kind, KINDS)}")
+            raise ModelMixError(f"there is no kind {kind!r}: {nearest(kind, KINDS)}")
         if kind not in self.sections:
             why = _table(RECIPES, self.table).absent.get(kind, f"the row has {', '.join(self.kinds)}")
             raise ModelMixError(f"{self.table}, {self.name} has no {kind} run: {why}.")
         found = _extended(self.sections[kind])
-        if "noise_multiplier" not in found:
-            found["epsilon"] = self.target(kind)
-        return Recipe.from_mapping({**found, "name": f"{self.table}/{self.name}/{kind}", "seed": seed})
+        if "noise_multiplier" not in found.setdefault("privacy", {}):
+            found["privacy"]["epsilon"] = self.target(kind)
+        found.setdefault("run", {}).update(name=f"{self.table}/{self.name}/{kind}", seed=seed)
+        return Recipe.from_mapping(found)
 
 
 def table(name: str) -> Table:
     """A table by its name."""
     if name not in TABLES:
-        raise ModelMixError(f"there is no {name!r}: {_nearest(name, TABLES)}")
+        raise ModelMixError(f"there is no {name!r}: {nearest(name, TABLES)}")
     return _table(RECIPES, name)
 
 
@@ -123,13 +124,8 @@ def row(name: str, wanted: str) -> Row:
     """A row of a table by its name."""
     found = {row.name: row for row in rows(name)}
     if wanted not in found:
-        raise ModelMixError(f"{name} has no row {wanted!r}: {_nearest(wanted, found)}")
+        raise ModelMixError(f"{name} has no row {wanted!r}: {nearest(wanted, found)}")
     return found[wanted]
-
-
-def _nearest(wanted: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(wanted, list(known), 1)
-    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}."
 
 
 @functools.lru_cache(maxsize=8)
@@ -152,11 +148,11 @@ def _row(table: str, path: Path) -> Row:
 
 def _checked(path: Path, needed: Mapping[str, type], allowed: Mapping[str, type]) -> dict[str, Any]:
     """The content of a file that has all of ``needed``, maybe some of ``allowed``, and nothing else."""
-    found = read_mapping(path)
+    found = read_toml(path)
     kinds = {**needed, **allowed}
     for name, value in found.items():
         if name not in kinds:
-            raise ModelMixError(f"{path} has an unknown {name!r}: {_nearest(name, kinds)}")
+            raise ModelMixError(f"{path} has an unknown {name!r}: {nearest(name, kinds)}")
         if not isinstance(value, kinds[name]):
             raise ModelMixError(f"{path}: {name} = {value!r} is not of the right kind.")
     if missing := [name for name in needed if name not in found]:
@@ -165,11 +161,17 @@ def _checked(path: Path, needed: Mapping[str, type], allowed: Mapping[str, type]
 
 
 def _extended(section: Mapping[str, Any], through: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A section with everything it extends, and without the word."""
+    """A section with everything it extends, table by table, and without the word."""
     names = section.get("extends", [])
     out: dict[str, Any] = {}
     for name in [names] if isinstance(names, str) else names:
         if name in through:
             raise ModelMixError(f"recipes extend each other in a circle: {', '.join((*through, name))}.")
-        out |= _extended(read_mapping(RECIPES / "base" / f"{name}.toml"), (*through, name))
-    return out | {name: value for name, value in section.items() if name != "extends"}
+        _lay_over(out, _extended(read_toml(RECIPES / "base" / f"{name}.toml"), (*through, name)))
+    return _lay_over(out, {name: value for name, value in section.items() if name != "extends"})
+
+
+def _lay_over(tables: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    for name, values in over.items():
+        tables[name] = {**tables.get(name, {}), **values} if isinstance(values, Mapping) else values
+    return tables

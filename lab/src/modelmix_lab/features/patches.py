@@ -68,8 +68,8 @@ class Patches:
         require_images(images, "patches")
         if len(images) == 0 or min(images.shape[2:]) != max(images.shape[2:]) or images.shape[2] != _SIDE:
             raise ModelMixError(
-                f"patches are compared in images of {_SIDE} x {_SIDE} pixels: scale them (--image-size {_SIDE} for a "
-                "folder)."
+                f"patches are compared in images of {_SIDE} x {_SIDE} pixels: scale them "
+                f"(--set data.image_size={_SIDE} for a folder)."
             )
         return len(images), sum(self.blocks)
 

@@ -30,13 +30,15 @@ def by_private_moments(
     recipe: Recipe, data: DataSet, train: Tensor, test: Tensor, run: str | Path | None
 ) -> Normalised:
     """Normalise every channel by released moments of the training set."""
+    config = recipe.features
+    assert config is not None
     normalise = (None if run is None else _released(run)) or private_channel_normalisation(
         train,
-        n=recipe.public_size(len(data.train)),
-        mean_clip=recipe.mean_clip or 0.0,
-        square_clip=recipe.square_clip or 0.0,
-        noise_multiplier=recipe.normalise_noise,
-        randomness=Randomness(recipe.seed),
+        n=recipe.privacy.public_size(len(data.train)),
+        mean_clip=config.mean_clip or 0.0,
+        square_clip=config.square_clip or 0.0,
+        noise_multiplier=config.normalise_noise,
+        randomness=Randomness(recipe.run.seed),
     )
     moments = {
         "mean": normalise.mean.tolist(),
@@ -44,7 +46,7 @@ def by_private_moments(
         "mechanism": normalise.phase.mechanism.as_dict(),
         "steps": normalise.phase.steps,
     }
-    spent = recipe.claim(len(data.train)).add(normalise.phase.mechanism, normalise.phase.steps)
+    spent = recipe.privacy.claim(len(data.train)).add(normalise.phase.mechanism, normalise.phase.steps)
     return Normalised(normalise(train), normalise(test), spent, {KEY: moments})
 
 
