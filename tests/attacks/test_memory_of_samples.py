@@ -30,8 +30,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import modelmix as mm
 from modelmix.training import Randomness
 from modelmix.training.augment import apply_augmentation
+from modelmix.training.item_checks import check_items_independent
+from modelmix.training.items import Items
 from modelmix.training.norms import private_norm_histogram
-from modelmix.training.sampling import Items, as_source, check_items_alone
+from modelmix.training.sampling import as_source
 
 WIDTH, CLIP, POPULATION = 6, 0.1, 64
 
@@ -484,7 +486,7 @@ class CutsIntoImages(Rows):
 @pytest.mark.parametrize("kind", [Replays, MixesSometimes, MixesWithItsClass, CutsIntoImages])
 def test_memories_of_datasets_are_refused(kind):
     with pytest.raises(mm.UnprovedError, match="another one after others were read"):
-        check_items_alone(kind(*samples()))
+        check_items_independent(kind(*samples()))
 
 
 class OneHot(Rows):
@@ -538,9 +540,9 @@ class Caches(Rows):
 def test_datasets_that_remember_nothing_are_not_refused(kind):
     x, y = samples()
     y, _ = torch.sort(y)  # the last row has the last class
-    check_items_alone(kind(x, y))
-    check_items_alone(torch.utils.data.Subset(kind(x, y), torch.randperm(len(y))))
-    check_items_alone(torch.utils.data.Subset(kind(x, y), torch.arange(len(y))))
+    check_items_independent(kind(x, y))
+    check_items_independent(torch.utils.data.Subset(kind(x, y), torch.randperm(len(y))))
+    check_items_independent(torch.utils.data.Subset(kind(x, y), torch.arange(len(y))))
 
 
 class SeedsAll(Rows):

@@ -23,7 +23,8 @@ from modelmix.gradients import Batch, Engine, clipped_sum
 from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import AUGMENTATIONS, apply_augmentation
-from modelmix.training.sampling import SeparateCollate, check_items_alone
+from modelmix.training.item_checks import check_items_independent
+from modelmix.training.items import SeparateCollate
 
 pytestmark = pytest.mark.filterwarnings("ignore:samples run one at a time", "ignore:there is no fast rule")
 
@@ -434,15 +435,15 @@ class Items(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("way", ["alone", "random"])
 def test_datasets_of_single_items_pass(way):
-    check_items_alone(Items(way))
-    check_items_alone(torch.utils.data.Subset(Items(way), range(10)))
+    check_items_independent(Items(way))
+    check_items_independent(torch.utils.data.Subset(Items(way), range(10)))
 
 
 @pytest.mark.parametrize("way", ["mean", "rank"])
 def test_datasets_whose_items_look_at_each_other_are_refused(way):
     for dataset in (Items(way), torch.utils.data.Subset(Items(way), range(20))):
         with pytest.raises(UnprovedError, match="changes with another item"):
-            check_items_alone(dataset)
+            check_items_independent(dataset)
 
 
 def test_collate_functions_see_one_item_at_a_time():

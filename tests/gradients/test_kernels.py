@@ -25,6 +25,8 @@ from modelmix.gradients.parameters import FlatParameters
 from modelmix.gradients.selection import per_sample_gradients
 from modelmix.models.residual import StandardisedConv2d
 from modelmix.training import embedding
+from modelmix.training.embedding import basis as basis_module
+from modelmix.training.embedding import clip as clip_module
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -269,12 +271,12 @@ def test_sizes_of_what_a_sample_adds(m, width, seed):
     image[0], r[-1], g[-1] = math.inf, math.nan, math.inf  # not read, as their factors are 0
     device = torch.get_default_device()
     case = [t.to(device) for t in (image, r, shorter, smaller, bound)]
-    mine, right = kernels.sizes(*case), embedding._sizes(*case)
+    mine, right = kernels.sizes(*case), clip_module._sizes(*case)
     for here, there in zip((*mine[0], *mine[1]), (*right[0], *right[1]), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-12, atol=0)
     for limit in (0.3, 2.0):
         case = [*(t.to(device) for t in (g, r, shorter, smaller)), limit, 2.0]
-        torch.testing.assert_close(kernels.excess(*case), embedding._excess(*case), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kernels.excess(*case), clip_module._excess(*case), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("programs", [1, 4, 8192])
@@ -286,9 +288,9 @@ def test_rows_longer_than_a_program_takes_in_one_turn(monkeypatch, programs):
     one = torch.full((2,), 0.7, dtype=torch.float64)
     for norm in (1, 2):
         torch.testing.assert_close(kernels.powers(g, norm), DenseGradients(g.double()).powers(norm), rtol=1e-13, atol=0)
-    mine, right = (sizes(image, r, one, one, wide(0.3)) for sizes in (kernels.sizes, embedding._sizes))
+    mine, right = (sizes(image, r, one, one, wide(0.3)) for sizes in (kernels.sizes, clip_module._sizes))
     torch.testing.assert_close(mine, right, rtol=1e-13, atol=0)
-    mine, right = (excess(g, r, one, one, 0.3, 2.0) for excess in (kernels.excess, embedding._excess))
+    mine, right = (excess(g, r, one, one, 0.3, 2.0) for excess in (kernels.excess, clip_module._excess))
     torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
 
 
@@ -306,7 +308,7 @@ def test_what_is_no_number_has_no_size():
 def test_gradients_too_long_for_float32_to_scale_add_nothing(everywhere, monkeypatch, c, p, size):
     """A factor below 2^-126 has fewer than 24 bits: what it gives could be twice the clip."""
     monkeypatch.setattr(clipping, "scales_in_float32", lambda device: True)
-    monkeypatch.setattr(embedding, "_precision", lambda device: torch.float32)
+    monkeypatch.setattr(basis_module, "_precision", lambda device: torch.float32)
     rows = torch.full((1, 512), size)
     rows[0, :2] = 0
     one, clip = torch.ones(1, dtype=torch.float64), Clip(c, p)

@@ -12,7 +12,7 @@ from torch import nn
 import modelmix as mm
 from modelmix.training import augment
 from modelmix.training.augment import apply_augmentation, crop, flip, flip_and_crop
-from modelmix.training.identity import code_digest
+from modelmix.training.digests import code_digest
 
 
 def generator(seed=3):

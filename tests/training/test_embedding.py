@@ -23,9 +23,10 @@ from modelmix.gradients import Engine, compiled
 from modelmix.gradients import clip as clipping
 from modelmix.gradients.clip import MARGIN
 from modelmix.gradients.forms import DenseGradients, OuterGradients, SparseRowGradients
-from modelmix.training import embedding as module
 from modelmix.training import random_labels
 from modelmix.training.embedding import Basis, Embedding, EmbeddingClip, columns, find_basis
+from modelmix.training.embedding import basis as basis_module
+from modelmix.training.embedding import clip as clip_module
 
 SIZES = [(4, 3), (4,), (5, 4), (5,)]  # of a small network: 41 coordinates
 D = sum(math.prod(shape) for shape in SIZES)
@@ -54,9 +55,9 @@ def dense(basis):
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def precision(request, monkeypatch):
     """That of a processor, and that of an accelerator, which pads its matrices."""
-    monkeypatch.setattr(module, "_precision", lambda device: request.param)
+    monkeypatch.setattr(basis_module, "_precision", lambda device: request.param)
     if request.param == torch.float32:
-        monkeypatch.setattr(module, "_padded", lambda size, device: -(-size // 8) * 8)
+        monkeypatch.setattr(basis_module, "_padded", lambda size, device: -(-size // 8) * 8)
     return request.param
 
 
@@ -112,14 +113,14 @@ def test_columns_of_no_samples():
 def test_public_gradients_are_multiplied_as_they_are_in_bfloat16_alone():
     """Products of float64 are not summed in float32, and those of float16 leave its range."""
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert module._multiplied_in(torch.bfloat16, gpu) == torch.bfloat16
+    assert basis_module._multiplied_in(torch.bfloat16, gpu) == torch.bfloat16
     for kind in (None, torch.float64, torch.float32, torch.float16):
-        assert module._multiplied_in(kind, gpu) == torch.float32
-    assert module._multiplied_in(torch.bfloat16, cpu) == torch.float64
+        assert basis_module._multiplied_in(kind, gpu) == torch.float32
+    assert basis_module._multiplied_in(torch.bfloat16, cpu) == torch.float64
 
 
 def test_columns_are_padded_with_zeros(monkeypatch):
-    monkeypatch.setattr(module, "_padded", lambda size, device: -(-size // 8) * 8)
+    monkeypatch.setattr(basis_module, "_padded", lambda size, device: -(-size // 8) * 8)
     found = columns(flat(torch.full((2, D), math.inf)), slice(1, 10))
     assert found.shape == (2, 16)
     assert torch.isinf(found[:, :9]).all()
@@ -185,10 +186,10 @@ def test_columns_are_orthonormal_however_alike_they_were(spread, kind):
     left, _ = torch.linalg.qr(torch.randn(300, 20, generator=g, dtype=torch.float64))
     right, _ = torch.linalg.qr(torch.randn(20, 20, generator=g, dtype=torch.float64))
     vectors = left * torch.logspace(0, spread, 20, dtype=torch.float64) @ right
-    assert (module._by_cholesky(vectors, 0.0) is None) == (spread < -5)  # then by the slower way
+    assert (basis_module._by_cholesky(vectors, 0.0) is None) == (spread < -5)  # then by the slower way
     if kind == torch.float32 and spread < -5:
         return  # directions are lost when it is rounded
-    found = module._orthonormal(vectors.to(kind))
+    found = basis_module._orthonormal(vectors.to(kind))
     near = {torch.float64: 1e-12, torch.float32: 2.0**-14}[kind]
     torch.testing.assert_close(found.T @ found, torch.eye(20, dtype=torch.float64), rtol=0, atol=near)
     lost = 1e-6 if kind == torch.float64 else 1e-6 * 10**-spread  # by rounding what came in
@@ -202,7 +203,7 @@ def test_one_round_is_made_where_it_is_enough(monkeypatch, spread, rounds):
     vectors = left * torch.logspace(0, spread, 20, dtype=torch.float64)
     right = torch.linalg.cholesky_ex
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda x: (made.append(1), right(x))[1])
-    found = module._by_cholesky(vectors, 2.0**-14)
+    found = basis_module._by_cholesky(vectors, 2.0**-14)
     assert len(made) == rounds
     torch.testing.assert_close(found.T @ found, torch.eye(20, dtype=torch.float64), rtol=0, atol=2.0**-14)
 
@@ -261,7 +262,7 @@ def test_a_foreseen_factor_is_enough_and_not_much_more(seed, size, truncated):
     generator = torch.Generator().manual_seed(seed)
     v, r = size * torch.randn(2, 1, 40, generator=generator, dtype=torch.float64)
     one, bound, cut = torch.ones(1, dtype=torch.float64), 2.0, 2.0 * truncated
-    excess, squares = module._excess(v + r, r, one, one, cut, bound)
+    excess, squares = clip_module._excess(v + r, r, one, one, cut, bound)
     torch.testing.assert_close(squares, (v + r.clamp(-cut, cut)).square().sum(1))
     t = 1 / excess.clamp_min(1.0)
     parts = t * v, (t * r).clamp(-cut, cut)
@@ -404,7 +405,7 @@ def test_gradients_are_left_as_they_are(clip, precision):
 @pytest.fixture
 def written(monkeypatch):
     """Where the groups begin that are written down; each must be gone before the next comes."""
-    starts, alive, right = [], [], module.columns
+    starts, alive, right = [], [], columns
 
     def watched(gradients, part, kind=None):
         assert not [matrix for matrix in alive if matrix() is not None], "those of another group are still there"
@@ -413,7 +414,8 @@ def written(monkeypatch):
         starts.append(part.start)
         return found
 
-    monkeypatch.setattr(module, "columns", watched)
+    for module in (basis_module, clip_module):
+        monkeypatch.setattr(module, "columns", watched)
     return starts
 
 
@@ -459,10 +461,10 @@ def test_a_gradient_too_long_to_be_measured_adds_nothing_and_is_reported(at):
 @pytest.mark.parametrize("broken", ["c0", "c1", "c", "top"])
 def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
     """If clipping were wrong for one of two samples, the sum that results is one that no step takes."""
-    clip, right = CLIPS[1], module._scale
+    clip, right = CLIPS[1], clip_module._scale
     whole = [clip.c, clip.c / 2, (clip.c - 2) / 2]
     targets = {"c0": [5.0], "c1": [2.0], "c": whole, "top": whole}[broken]
-    monkeypatch.setattr(module, "_scale", lambda c, s: torch.ones_like(s) if c in targets else right(c, s))
+    monkeypatch.setattr(clip_module, "_scale", lambda c, s: torch.ones_like(s) if c in targets else right(c, s))
     if targets is whole:
         monkeypatch.setattr(EmbeddingClip, "_foreseen", lambda *a: torch.ones_like(a[-1]))
     # Along one basis vector, and along what is left over from a hot coordinate: |V e + r| is then near its bound.
@@ -479,8 +481,8 @@ def test_a_sum_past_a_bound_is_no_number(monkeypatch, broken):
 
 def test_a_sum_is_past_a_bound_by_little(monkeypatch):
     """What is kept of a residual's size is that of the residual."""
-    right = module._scale
-    monkeypatch.setattr(module, "_scale", lambda c, s: right(c, s) * (1 + 1e-4 * (c == 2.0)))
+    right = clip_module._scale
+    monkeypatch.setattr(clip_module, "_scale", lambda c, s: right(c, s) * (1 + 1e-4 * (c == 2.0)))
     rows = 100 * torch.randn(2, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     _, part = EmbeddingClip(5.0, 2.0).sum(Known(DenseGradients(rows)), random_basis(), torch.ones(2))
     assert not torch.isfinite(part.total).any()
@@ -613,10 +615,11 @@ def test_chunks_and_engines_do_not_change_a_run(rule, monkeypatch):
 
 def test_public_gradients_may_be_rounded_and_private_ones_are_not(monkeypatch):
     """Public ones are multiplied in the precision in which the model runs, if the device is fast in it."""
-    kinds, right = [], module.columns
-    monkeypatch.setattr(module, "_multiplied_in", lambda precision, device: precision or torch.float64)
-    monkeypatch.setattr(module, "_add_product", lambda total, a, b: total.add_((a @ b).to(total.dtype)))
-    monkeypatch.setattr(module, "columns", lambda g, part, kind=None: (kinds.append(kind), right(g, part, kind))[1])
+    kinds, right = [], columns
+    monkeypatch.setattr(basis_module, "_multiplied_in", lambda precision, device: precision or torch.float64)
+    monkeypatch.setattr(basis_module, "_add_product", lambda total, a, b: total.add_((a @ b).to(total.dtype)))
+    for module in (basis_module, clip_module):
+        monkeypatch.setattr(module, "columns", lambda g, part, kind=None: (kinds.append(kind), right(g, part, kind))[1])
     run = trainer(mm.EmbeddingMechanism(1.0, 1.0), performance=mm.Performance(chunk=64, precision="bfloat16"))
     run.run(1, progress=False)
     assert kinds == 3 * [torch.bfloat16] + 5 * [None]

@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix.gradients.device import to_device_async
-from modelmix.training import Performance, Randomness, sampling
+from modelmix.training import Performance, Randomness, digests, item_checks, items, sampling
 from modelmix.training.checkpoint import RunFiles
 from modelmix.training.randomness import StepRandomness
-from modelmix.training.sampling import Ahead, as_source, pieces
+from modelmix.training.sampling import Prefetched, as_source, pieces
 from modelmix.training.step import RunAccount
 
 
@@ -205,7 +205,7 @@ def test_draws_made_early_are_the_same_draws_in_the_same_order():
             made.append(i)
             yield torch.tensor([i])
 
-    ahead = Ahead(counted())
+    ahead = Prefetched(counted())
     found = []
     for draw in ahead:
         found.append(int(draw))
@@ -282,8 +282,8 @@ class Named(Squares):
 def test_tensors_are_known_by_their_values_and_looked_at_again_when_they_change(monkeypatch):
     x, y, salt = torch.arange(12.0).reshape(6, 2), torch.arange(6), b"0" * 16
     source, looks = as_source((x, y)), []
-    genuine = sampling._digest_of
-    monkeypatch.setattr(sampling, "_digest_of", lambda *a: looks.append(a) or genuine(*a))
+    genuine = digests.digest_of
+    monkeypatch.setattr(sampling, "digest_of", lambda *a: looks.append(a) or genuine(*a))
     first = source.fingerprint(salt)
     assert source.fingerprint(salt) == first != source.fingerprint(b"1" * 16)
     assert len(looks) == 1
@@ -460,7 +460,7 @@ def test_a_sample_that_is_no_pair_is_refused(item):
 def test_a_digest_covers_type_shape_values_and_what_is_no_tensor():
     x = torch.arange(6.0)
     digests = [
-        sampling._digest_of(sample)
+        digests.digest_of(sample)
         for sample in (
             x,
             x.reshape(2, 3),
@@ -477,8 +477,8 @@ def test_a_digest_covers_type_shape_values_and_what_is_no_tensor():
         )
     ]
     assert len(set(digests)) == len(digests)
-    assert sampling._digest_of(x, b"salt") != sampling._digest_of(x)
-    assert sampling._digest_of(x[::2]) == sampling._digest_of(x[::2].clone())
+    assert digests.digest_of(x, b"salt") != digests.digest_of(x)
+    assert digests.digest_of(x[::2]) == digests.digest_of(x[::2].clone())
     assert all(len(d) == 32 for d in digests)
 
 
@@ -578,18 +578,18 @@ class Looks(Dataset):
 def test_one_item_that_reads_one_row_of_another_is_found(who, at, x):
     kept = copy.deepcopy(x)
     with pytest.raises(mm.UnprovedError, match="changes with another item"):
-        sampling.check_items_alone(Looks(5, who, at, x))
+        item_checks.check_items_independent(Looks(5, who, at, x))
     assert (kept == x).all()  # what is disturbed is a copy
-    sampling.check_items_alone(Looks(5, who, who, x))
+    item_checks.check_items_independent(Looks(5, who, who, x))
 
 
 def test_two_items_are_enough_to_look_and_one_is_not():
     for who, at in ((0, 1), (1, 0)):
         with pytest.raises(mm.UnprovedError):
-            sampling.check_items_alone(Looks(2, who, at))
-    sampling.check_items_alone(Looks(1, 0, 0))
+            item_checks.check_items_independent(Looks(2, who, at))
+    item_checks.check_items_independent(Looks(1, 0, 0))
     asked = []
-    sampling.check_items_alone(Kept(rows(1), asked))
+    item_checks.check_items_independent(Kept(rows(1), asked))
     assert not asked
 
 
@@ -597,12 +597,12 @@ def test_large_datasets_are_sampled_and_too_large_ones_left_alone(monkeypatch):
     for who in (0, 9, 21):
         for at in {0, 23} - {who}:
             with pytest.raises(mm.UnprovedError):
-                sampling.check_items_alone(Looks(24, who, at))
-    monkeypatch.setattr(sampling, "_COPIED", 24 * 4)
+                item_checks.check_items_independent(Looks(24, who, at))
+    monkeypatch.setattr(item_checks, "_COPIED", 24 * 4)
     with pytest.raises(mm.UnprovedError):
-        sampling.check_items_alone(Looks(24, 3, 0))
-    monkeypatch.setattr(sampling, "_COPIED", 24 * 4 - 1)
-    sampling.check_items_alone(Looks(24, 3, 0))
+        item_checks.check_items_independent(Looks(24, 3, 0))
+    monkeypatch.setattr(item_checks, "_COPIED", 24 * 4 - 1)
+    item_checks.check_items_independent(Looks(24, 3, 0))
 
 
 class Ordered(Looks):
@@ -648,29 +648,29 @@ class Flipping(Looks):
 
 
 def test_what_cannot_be_tried_out_is_not_refused():
-    sampling.check_items_alone(Uncopied(5, 1, 0))
+    item_checks.check_items_independent(Uncopied(5, 1, 0))
 
 
 def test_an_item_that_knows_how_many_were_read_before_is_refused():
     with pytest.raises(mm.UnprovedError, match="another one after others were read"):
-        sampling.check_items_alone(Counting(5, 1, 0))
+        item_checks.check_items_independent(Counting(5, 1, 0))
 
 
 def test_the_order_of_the_items_is_the_datasets_own():
     for n in (2, 6, 50):
-        sampling.check_items_alone(Ordered(n))
+        item_checks.check_items_independent(Ordered(n))
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         base = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20) * 3)
         for part in torch.utils.data.random_split(base, [15, 5], generator):
-            sampling.check_items_alone(part)
+            item_checks.check_items_independent(part)
 
 
 @pytest.mark.parametrize("coin", ["torch", "numpy", "python", "own"])
 def test_random_augmentation_is_not_taken_for_looking_at_others(coin):
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for _ in range(8):
-        sampling.check_items_alone(Flipping(coin))
+        item_checks.check_items_independent(Flipping(coin))
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
     assert np.random.get_state()[1].tolist() == state[2]  # noqa: NPY002
@@ -679,22 +679,22 @@ def test_random_augmentation_is_not_taken_for_looking_at_others(coin):
 @pytest.mark.parametrize("coin", ["torch", "numpy", "python"])
 def test_random_augmentation_does_not_hide_what_looks_at_others(coin):
     with pytest.raises(mm.UnprovedError, match="changes with another item"):
-        sampling.check_items_alone(Flipping(coin, mean=True))
+        item_checks.check_items_independent(Flipping(coin, mean=True))
 
 
 @pytest.mark.parametrize("value", [-3.0, math.nan, math.inf, -math.inf, 0.0, 3e38])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.float16])
 def test_every_number_of_a_row_is_disturbed(value, kind):
     row = torch.full((3,), min(value, 6e4) if kind == torch.float16 else value, dtype=kind)
-    other = sampling._another(row, row[None])
+    other = item_checks._another(row, row[None])
     assert other.dtype == kind
     assert not (other == row).any()
     assert not torch.equal(other.isnan(), row.isnan()) or not row.isnan().any()
     alone, coins = torch.tensor([[255, 7]], dtype=torch.uint8), torch.tensor([[True, False]])
-    assert sampling._another(alone[0], alone).tolist() == [0, 8]
-    assert sampling._another(coins[0], coins).tolist() == [False, True]
+    assert item_checks._another(alone[0], alone).tolist() == [0, 8]
+    assert item_checks._another(coins[0], coins).tolist() == [False, True]
     labels = torch.tensor([2, 2, 0, 1])  # of one-hot vectors: 3 would be none
-    assert sampling._another(labels[0], labels) == 0
+    assert item_checks._another(labels[0], labels) == 0
 
 
 class Remembers(Looks):
@@ -707,11 +707,11 @@ class Remembers(Looks):
 
 
 def test_an_item_that_does_not_come_back_was_not_changed_by_the_row():
-    sampling.check_items_alone(Remembers(5, 1, 0))
+    item_checks.check_items_independent(Remembers(5, 1, 0))
 
 
 def found(holder, n, **how):
-    return [tuple(t.shape) for t in sampling.arrays_of(holder, n, **how)]
+    return [tuple(t.shape) for t in item_checks.arrays_of(holder, n, **how)]
 
 
 def test_where_rows_are_looked_for():
@@ -746,7 +746,7 @@ def test_where_rows_are_looked_for():
 
 
 def collate(first, items, own=None):
-    return sampling.SeparateCollate(own, first)(items)
+    return items.SeparateCollate(own, first)(items)
 
 
 def test_items_of_one_form_are_collated_by_torch():
@@ -796,19 +796,19 @@ def test_a_collate_function_gives_tensors_of_one_row():
     item = (torch.zeros(2), 1)
     for wrong in (lambda batch: ("text", torch.zeros(1)), lambda batch: ()):
         with pytest.raises(mm.ModelMixError, match="must give tensors"):
-            sampling.SeparateCollate(wrong, item)
+            items.SeparateCollate(wrong, item)
     for wrong in (lambda b: (torch.zeros(2, 2), torch.zeros(1)), lambda b: (torch.zeros(1), torch.tensor(0.0))):
         with pytest.raises(mm.UnprovedError, match="one row for one item"):
-            sampling.SeparateCollate(wrong, item)
+            items.SeparateCollate(wrong, item)
     changing = [torch.zeros(1)]
-    collated = sampling.SeparateCollate(lambda batch: changing[0], item)
+    collated = items.SeparateCollate(lambda batch: changing[0], item)
     collated._expected = None  # it is another function from now on, which is not what is tried here
     changing[0] = "text"
     batch, fits = collated([item])
     assert fits.tolist() == [0.0]
     assert batch.tolist() == [0.0]
     changing[0] = (torch.zeros(1), torch.ones(1))
-    collated = sampling.SeparateCollate(lambda batch: changing[0], item)
+    collated = items.SeparateCollate(lambda batch: changing[0], item)
     collated._expected = None
     changing[0] = (torch.zeros(1), "text")
     batch, fits = collated([item])
@@ -817,11 +817,11 @@ def test_a_collate_function_gives_tensors_of_one_row():
 
 
 def test_items_that_do_not_count_are_said():
-    collated = sampling.SeparateCollate(None, torch.zeros(1))
-    collated.say_what_does_not_fit(torch.tensor([1.0, 1.0]))
+    collated = items.SeparateCollate(None, torch.zeros(1))
+    collated.warn_of_misfits(torch.tensor([1.0, 1.0]))
     with pytest.warns(UserWarning, match="1 of the first 2 items .* count as zero"):
-        collated.say_what_does_not_fit(torch.tensor([1.0, 0.0]))
-    collated.say_what_does_not_fit(torch.tensor([1.0, 0.0]))  # once is enough
+        collated.warn_of_misfits(torch.tensor([1.0, 0.0]))
+    collated.warn_of_misfits(torch.tensor([1.0, 0.0]))  # once is enough
     source = as_source(Kept([(torch.zeros(2), 1), (torch.ones(3), 1), (torch.ones(2), 1)]))
     with pytest.warns(UserWarning, match="count as zero"):
         (chunk,) = next(source.steps([torch.tensor([2, 1])], 3))

@@ -36,6 +36,8 @@ from modelmix.training.guard import (
     check_public_model,
     require_not_private,
 )
+from modelmix.training.item_checks import arrays_of, check_items_independent, copy_for_probing
+from modelmix.training.items import Items, SeparateCollate, as_pair
 from modelmix.training.labels import Labels
 from modelmix.training.loop_account import LoopAccount
 from modelmix.training.loop_checks import check_optimizer
@@ -53,7 +55,6 @@ from modelmix.training.loop_pass import (
 from modelmix.training.options import LoopOptions
 from modelmix.training.randomness import Randomness
 from modelmix.training.rules import Rule, State
-from modelmix.training.sampling import Items, SeparateCollate, _pair, arrays_of, check_items_alone, copy_to_look_at
 from modelmix.training.step import PrivateStep
 
 _COVERS_NOT = (
@@ -105,12 +106,12 @@ class PrivateLoop:
             )
         self.tau, rule = _rule_of_loop(rule, plan)
         check_optimizer(optimizer, model, rule)
-        looked_at = copy_to_look_at(loader.dataset) if loader.num_workers else loader.dataset
-        check_items_alone(looked_at)
+        probed = copy_for_probing(loader.dataset) if loader.num_workers else loader.dataset
+        check_items_independent(probed)
         check_public_model(model, arrays_of(loader.dataset, n))
-        first = Items(looked_at)[0]
+        first = Items(probed)[0]
         self.collate = SeparateCollate(loader.collate_fn, first)
-        probe = _pair(self.collate([first])[0])  # its shapes and dtypes, which are public
+        probe = as_pair(self.collate([first])[0])  # its shapes and dtypes, which are public
         self.modes: list[bool] | None = None  # of all modules, as they were before the first draw was seen
         self.taken: Any = None  # which tensors of a batch the model is given, as in the first pass
         self.labels = Labels(model, loss, probe)

@@ -37,12 +37,13 @@ from modelmix.gradients import Loss, count_rows
 from modelmix.gradients.clip import Clip
 from modelmix.gradients.memory import SAME_SET
 from modelmix.training.guard import check_model, require_one_process
+from modelmix.training.items import Items, as_pair
 from modelmix.training.loop import PrivateLoop
 from modelmix.training.loop_checks import ONE_DRAW, check_loader, check_optimizer
 from modelmix.training.loop_pass import DrawPart, modes_of
 from modelmix.training.options import LoopOptions
 from modelmix.training.rules import Rule, State
-from modelmix.training.sampling import Items, _Lazy, _pair
+from modelmix.training.sampling import LazyBatches
 
 
 def make_private(
@@ -158,7 +159,7 @@ class PrivateLoader:
 
         batches = DataLoader(
             Items(loader.dataset),
-            batch_sampler=_Lazy(ordered()),
+            batch_sampler=LazyBatches(ordered()),
             num_workers=loader.num_workers,
             collate_fn=loop.collate,
             pin_memory=loader.pin_memory,
@@ -186,14 +187,14 @@ class PrivateLoader:
                     "another loop over the loader, or a step that failed, has used this draw or put it out of turn.",
                     "Loop over the loader anew, and in one loop at a time.",
                 )
-            inputs, targets = _pair(batch)
+            inputs, targets = as_pair(batch)
             if count_rows((inputs, targets)) != part.weights.numel():
                 raise UnprovedError(
                     ONE_DRAW,
                     "collate_fn gives another number of rows than it is given samples.",
                     "Return one row for every sample.",
                 )
-            loop.collate.say_what_does_not_fit(fits)
+            loop.collate.warn_of_misfits(fits)
             if loop.modes is None:  # before the loop has seen a sample
                 loop.modes = modes_of(loop.model)
                 loop.engine.remember()

@@ -20,6 +20,7 @@ from modelmix.gradients import Engine, Loss
 from modelmix.gradients.clip import Clip
 from modelmix.gradients.parameters import FlatParameters
 from modelmix.training.augment import Augment
+from modelmix.training.digests import code_digest
 from modelmix.training.embedding import Embedding
 from modelmix.training.evaluation import evaluate
 from modelmix.training.guard import (
@@ -29,12 +30,12 @@ from modelmix.training.guard import (
     require_not_private,
     require_other_samples,
 )
-from modelmix.training.identity import code_digest
+from modelmix.training.item_checks import check_items_independent
 from modelmix.training.labels import Labels
 from modelmix.training.options import RunOptions
 from modelmix.training.performance import Performance
 from modelmix.training.rules import Rule
-from modelmix.training.sampling import DatasetSource, Source, TensorSource, as_source, check_items_alone
+from modelmix.training.sampling import DatasetSource, Source, TensorSource, as_source
 from modelmix.training.schedules import Schedule, schedule
 from modelmix.training.sums import GradientSum
 
@@ -98,7 +99,7 @@ class TrainingTask:
         for one in mechanisms:
             rule.check(one)
         if isinstance(source, DatasetSource):
-            check_items_alone(source.looked_at)
+            check_items_independent(source.probed)
         check_public_model(model, source.arrays())
         labels = Labels(model, loss, source.head(1))
         if plan.expected_batch(1) < 1:

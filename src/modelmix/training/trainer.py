@@ -38,7 +38,7 @@ from modelmix.training.options import RunOptions
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness
 from modelmix.training.rules import Rule, State
-from modelmix.training.sampling import Ahead, Chunk, Source, as_source
+from modelmix.training.sampling import Chunk, Prefetched, Source, as_source
 from modelmix.training.schedules import Schedule
 from modelmix.training.step import PrivateStep, RunAccount
 from modelmix.training.task import TrainingTask
@@ -319,7 +319,7 @@ class Trainer:
             self._checkpointed(callbacks, view)
             raise
         finally:
-            self._coming = Ahead(())  # it holds keys, and none may outlive the state that used it
+            self._coming = Prefetched(())  # it holds keys, and none may outlive the state that used it
             self._write_model()
             notify_finish(callbacks, view)
 
@@ -330,7 +330,7 @@ class Trainer:
     def _draws(self, steps: int) -> Iterator[Iterator[Chunk]]:
         """Yield the samples of the coming draws, read ahead of time."""
         task = self._task
-        self._coming = Ahead(draw for _, draw in self._step.coming(task.source.n, steps))
+        self._coming = Prefetched(draw for _, draw in self._step.coming(task.source.n, steps))
         seeds = (draws.generator("items").initial_seed() for draws in self._step.randomness.coming_steps())
         return task.source.steps(self._coming, task.gradients.chunk, task.gradients.engine.fixed_shapes, seeds)
 
@@ -343,7 +343,7 @@ class Trainer:
 
         def look() -> None:
             nonlocal diagnostics
-            self._coming.look()
+            self._coming.prefetch()
             diagnostics = self._diagnosed(met.to_cpu())
 
         step.take(met.total, self._task.lr.at(step.number + 1), mechanism, draws=draws, meanwhile=look)

@@ -1,30 +1,14 @@
-"""Gradient embedding (Yu et al. 2021): a few directions that public samples suggest, and what they leave over.
-
-Every step has a basis V of its own, computed from public samples at the released state. So V is public: given what was
-released before, it is a constant, and the two sums of a step are bounded sums like any other. Embeddings V^T g get
-noise in proportion to their number of coordinates, residuals g - V V^T g have a smaller clip.
-
-What is summed obeys the bounds that ``EmbeddingMechanism`` counts on, whatever V is and however roughly e and r were
-computed: nothing here rests on orthonormal columns or on V e + r being g to the last bit, only utility does. So on an
-accelerator e and r are products of factors rounded to 11 bits, and what is measured is measured in float64 on the
-numbers that are summed, with V e in float64 where a bound is on it. The margin is that of ``clipping``.
-"""
+"""How one sample's embedding, residual and whole contribution are bounded and summed."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from modelmix._checks import whole
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.errors import ModelMixError
 from modelmix.gradients import forms, kernels
@@ -32,226 +16,11 @@ from modelmix.gradients.clip import MARGIN, Clip, ClippedSum, flush_tiny_scales
 from modelmix.gradients.device import allow_tf32
 from modelmix.gradients.forms import DenseGradients
 from modelmix.gradients.lazy import LazyGradients
-from modelmix.training.sampling import TensorSource
+from modelmix.training.embedding.basis import Basis, columns
 
-# What gradients in float32 say about directions they do not have: squared in exact products, else lost in rounding.
-_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
-_ALIKE = 1e-6  # below this, squares of lengths no longer tell directions apart in float64
 # Of a gradient: less of it than this may be what products of matrices round away.
 _ROUNDING = {torch.float64: 2.0**-10, torch.float32: 2.0**-5}
-# How far from orthonormal columns may be, by the precision that they come in; 0 asks for all that float64 can do.
-_ENOUGH = {torch.float64: 0.0, torch.float32: 2.0**-14}
-_TILE = 8  # matrices whose sizes are multiples of it are multiplied several times faster on accelerators
 _ROOM = 2.0**-8  # left below a bound where sizes are foreseen from products of factors of 11 bits
-
-
-class Embedding:
-    """Public samples and the size of the basis that they give.
-
-    Guarantee: none is needed. The samples must be public: epsilon says nothing about them.
-
-    Args:
-        public: (inputs, targets) of samples as the model takes them. Targets need not mean anything: see
-            ``random_labels``.
-        size: basis vectors in all.
-        groups: contiguous parts of the flat parameter vector, of equal sizes, each with a basis of its own. The
-            numbers of basis vectors are in proportion to the square roots of their sizes.
-    """
-
-    def __init__(self, public: tuple[Any, Any], size: int = 1000, groups: int = 3) -> None:
-        self.source = TensorSource(*public)
-        self.size = whole("size", size, "the number of basis vectors", least=1)
-        self.groups = whole("groups", groups, "the number of groups", least=1)
-        self._here: tuple[Any, Any] | None = None
-        if self.source.n == 0:
-            raise ModelMixError("there is no public sample: gradient embedding needs some.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """What a resumed run must have again."""
-        digest = hashlib.sha256()
-        for leaf in tree_leaves((self.source.inputs, self.source.targets)):
-            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {"size": self.size, "groups": self.groups, "samples": self.source.n, "public": digest.hexdigest()}
-
-    def chunks(self, size: int, device: torch.device, padded: bool = False) -> Iterator[tuple[Any, Any, int]]:
-        """All public samples, at most ``size`` at a time and equally many, as far as that goes; padding makes it so.
-
-        Each time with their number, padding not counted.
-        """
-        size, here = -(-self.source.n // -(-self.source.n // size)), self._on(device)
-        for start in range(0, self.source.n, size):
-            count = min(size, self.source.n - start)
-            taken = torch.arange(start, start + (size if padded else count), device=device) % self.source.n
-            inputs, targets = tree_map(lambda t, at=taken: t[at], here)
-            yield inputs, targets, count
-
-    def _on(self, device: torch.device) -> Any:
-        """The samples on a device, sent there once for all steps unless someone writes to them."""
-        own = self.source.inputs, self.source.targets
-        stamp = device, [t._version for t in tree_leaves(own)]
-        if self._here is None or self._here[0] != stamp:
-            self._here = stamp, tree_map(lambda t: t.to(device), own)
-        return self._here[1]
-
-    def layout(self, coordinates: int) -> list[tuple[slice, int]]:
-        """(part of the flat vector, basis vectors) of every group."""
-        if self.groups > coordinates:
-            raise ModelMixError(f"groups = {self.groups} is too many for {coordinates} coordinates.")
-        parts = [slice(a, b) for a, b in pairwise(coordinates * i // self.groups for i in range(self.groups + 1))]
-        roots = [math.sqrt(part.stop - part.start) for part in parts]
-        wanted = [max(1, int(self.size * root / sum(roots) + 1e-9)) for root in roots]
-        # More vectors than coordinates there cannot be, and more than samples say nothing.
-        return [(part, min(k, part.stop - part.start, self.source.n)) for part, k in zip(parts, wanted, strict=True)]
-
-
-def random_labels(count: int, classes: int, seed: int = 0) -> Tensor:
-    """Fixed labels for public samples: any will do, since it is the directions of gradients that are wanted."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(classes, (count,), generator=generator, device="cpu")
-
-
-@dataclass(frozen=True)
-class Basis:
-    """V, block by block: a float64 matrix for each contiguous part of the flat vector; columns are orthonormal or 0."""
-
-    parts: tuple[tuple[slice, Tensor], ...]
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0][1].device
-
-    @cached_property
-    def padded(self) -> tuple[Tensor, ...]:
-        """The matrices with zeros up to the next sizes that the device likes."""
-        return tuple(_to_size(v, *(_padded(n, v.device) for n in v.shape)) for _, v in self.parts)
-
-    @cached_property
-    def factors(self) -> tuple[Tensor, ...]:
-        """The same in the precision in which gradients are taken apart."""
-        kind = _precision(self.device)
-        return tuple(_to_size(v.to(kind), *(_padded(n, v.device) for n in v.shape)) for _, v in self.parts)
-
-    @property
-    def size(self) -> int:
-        return sum(v.shape[1] for _, v in self.parts)
-
-    def reconstruct(self, embedding: Tensor) -> Tensor:
-        """V times a vector of embeddings, as a flat vector."""
-        pieces = torch.split(embedding, [v.shape[1] for _, v in self.parts])
-        return torch.cat([v @ piece for (_, v), piece in zip(self.parts, pieces, strict=True)])
-
-
-@torch.no_grad()
-def find_basis(
-    layout: Sequence[tuple[slice, int]],
-    chunks: Iterable[LazyGradients],
-    generator: torch.Generator,
-    precision: torch.dtype | None = None,
-) -> Basis:
-    """One power iteration: the columns of G^T (G start), orthonormalised, G the public gradients of a group.
-
-    The sum over public samples is taken chunk by chunk and group by group: of G, one group of a chunk is held.
-
-    Args:
-        layout: of ``Embedding``.
-        chunks: the gradients of the public samples, some samples at a time.
-        generator: of the Gaussian start. Privacy does not rest on it.
-        precision: in which the model ran; where products of bfloat16 are fast, what ran in it is multiplied in it.
-    """
-    device = generator.device
-    sizes = [(_padded(part.stop - part.start, device), _padded(k, device)) for part, k in layout]
-    starts = [torch.randn(size, generator=generator, device=device, dtype=_precision(device)) for size in sizes]
-    sums, kind = [torch.zeros_like(start) for start in starts], _multiplied_in(precision, device)
-    starts = [start.to(kind) for start in starts]
-    for gradients in chunks:
-        for group, (part, _) in enumerate(layout):
-            g = columns(gradients, part, kind)
-            with allow_tf32(device):
-                _add_product(sums[group], g.T, g @ starts[group])
-            del g  # before those of the next group
-        del gradients  # and what layers saw, before the next chunk
-    starts.clear()
-    tops = [torch.linalg.vector_norm(total, ord=math.inf) for total in sums]
-    if not bool(torch.isfinite(torch.stack(tops)).all()):
-        raise ModelMixError("the loss or gradient of a public sample is not finite: no step was taken. Lower lr.")
-    found = [total[: part.stop - part.start, :k] for (part, k), total in zip(layout, sums, strict=True)]
-    return Basis(tuple((part, _orthonormal(total)) for (part, _), total in zip(layout, found, strict=True)))
-
-
-def _precision(device: torch.device) -> torch.dtype:
-    """In which gradients are taken apart: accelerators are many times faster in float32."""
-    return torch.float64 if device.type == "cpu" else torch.float32
-
-
-def _multiplied_in(precision: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """In which public gradients are multiplied.
-
-    Nothing but bfloat16 has both the range of float32 and products that are summed in it.
-    """
-    return torch.bfloat16 if precision == torch.bfloat16 and device.type == "cuda" else _precision(device)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b; sums of products of bfloat16 are kept in full."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += torch.mm(a, b, out_dtype=total.dtype)
-
-
-def _padded(size: int, device: torch.device) -> int:
-    """The next size that the device likes."""
-    return size if device.type == "cpu" else -(-size // _TILE) * _TILE
-
-
-def _to_size(t: Tensor, *sizes: int) -> Tensor:
-    """A matrix with zeros below and to the right of it."""
-    return torch.nn.functional.pad(t, (0, sizes[1] - t.shape[1], 0, sizes[0] - t.shape[0]))
-
-
-def _orthonormal(vectors: Tensor) -> Tensor:
-    """Orthonormal columns of the same span; zeros for directions that are seen to be rounding and nothing else."""
-    kind = vectors.dtype
-    if kind == torch.float64:  # squares of what comes in float32 stay within range
-        vectors = vectors / vectors.abs().max().clamp_min(1e-300)
-    vectors = vectors.double()
-    quick = _by_cholesky(vectors, _ENOUGH[kind])
-    if quick is not None:
-        return quick
-    found = torch.linalg.qr(vectors)
-    sizes = found.R.diagonal().abs()
-    kept: Tensor = found.Q * (sizes > _NOTHING[kind] * sizes.max())
-    return kept
-
-
-def _by_cholesky(vectors: Tensor, enough: float) -> Tensor | None:
-    """Orthonormal columns by products of matrices, which accelerators are good at; None if the columns are too alike.
-
-    A round leaves of rounding in the Gram matrix as much as the square of the condition number makes of it, a second
-    one next to nothing (Yamamoto et al. 2015). Norms of the factor and its inverse bound that number.
-    """
-    for _ in range(2):
-        factor, failed = torch.linalg.cholesky_ex(vectors.T @ vectors)
-        sizes = factor.diagonal()
-        if bool(failed) or not bool(sizes.min() >= _ALIKE * sizes.max()):
-            return None
-        one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, one, upper=False)
-        vectors = vectors @ inverse.T  # a product of large matrices where solving would be many small ones
-        if bool((factor.norm() * inverse.norm()).square() * torch.finfo(torch.float64).eps <= enough):
-            break
-    return vectors
-
-
-def columns(gradients: LazyGradients, part: slice, kind: torch.dtype | None = None) -> Tensor:
-    """m x coordinates: a contiguous part of every sample's flat gradient, and zeros up to ``_padded``.
-
-    Args:
-        kind: the precision; None is that in which gradients are taken apart.
-    """
-    device = gradients.device
-    return gradients.columns(part, kind or _precision(device), _padded(part.stop - part.start, device))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""What can be seen of a computation: the code of functions and modules, as a digest."""
+"""Digests of samples, and of what can be seen of a computation: the code of functions and modules."""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 
 def code_digest(thing: Any) -> str:
@@ -46,3 +51,39 @@ def _add_code(digest: Any, code: CodeType) -> None:
             _add_code(digest, constant)
         else:
             digest.update(repr(constant).encode())
+
+
+def digest_of(sample: Any, salt: bytes = b"") -> bytes:
+    digest = hashlib.blake2b(key=salt, digest_size=32)
+    for leaf in tree_flatten(sample)[0]:
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            digest.update(_bytes_of_tensor(leaf))
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            digest.update(f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes())
+        else:
+            digest.update(_bytes_of(leaf))
+    return digest.digest()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors down as they are seen, and not with all of the memory that they are a part of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            return bytes, (_bytes_of_tensor(value),)
+        return NotImplemented
+
+
+def _bytes_of(value: Any) -> bytes:
+    out = io.BytesIO()
+    try:
+        _Pickler(out).dump(value)
+    except Exception:  # an object that nobody can compare
+        return type(value).__qualname__.encode()
+    return out.getvalue()
+
+
+def _bytes_of_tensor(t: Tensor) -> bytes:
+    words: bytes = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return words
