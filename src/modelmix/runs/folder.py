@@ -55,7 +55,7 @@ class RunFolder:
             raise self._unusable(error) from None
         if self.holds_a_run:
             raise ModelMixError(
-                f"{self.path} holds a run already: go on with it by resume=True (--resume), or choose another folder."
+                f"{self.path} holds a run already: go on with it by RunOptions(resume=True) (--resume), or choose another folder."
             )
         if found:
             raise ModelMixError(f"{self.path} is not empty and holds no run: choose another folder.")
@@ -129,7 +129,7 @@ class RunFolder:
         try:
             write_atomically(self.file(name), content, secret=secret)
         except ModelMixError as error:
-            raise ModelMixError(f"{error} Nothing kept is lost: mend this, then resume=True (--resume).") from None
+            raise ModelMixError(f"{error} Nothing kept is lost: mend this, then RunOptions(resume=True) (--resume).") from None
 
     def remove(self, *names: str) -> None:
         """Delete files that no longer hold, if they are there; durable when it returns."""

@@ -67,7 +67,7 @@ class Record:
             self.folder.__exit__()
             raise ModelMixError(
                 f"{self.folder.path} was changed by another run or by hand since it was last read: make a new trainer "
-                "with resume=True (--resume)."
+                "with RunOptions(resume=True) (--resume)."
             )
         return self
 

@@ -120,7 +120,7 @@ class PrivateLoss(torch.autograd.Function):
                 ALONE,
                 "the loss was scaled, weighted or added up before backward, by something that may depend on the batch.",
                 "Call backward on what the criterion returns; to give a draw in parts, as accumulation does, give "
-                "make_private(..., chunk=...).",
+                "make_private(..., options=mm.LoopOptions(chunk=...)).",
             )
         ctx.passed.finished = True
         return None, None, None
