@@ -1,0 +1,305 @@
+r"""Privacy of several phases by the laws of their losses: one sampled step, all steps, delta and epsilon.
+
+For each mechanism the losses of its worst gradient's coordinates are added up (``loss_distribution``), then sampled,
+
+    r  ->  t = 1 - q + q r,
+
+and the steps are added up. A sampled pair is (P, X), X = (1-q) P + q Q. *Removing* the sample tests X against P: losses log t
+under X. *Adding* it tests P against X: losses -log t under P. The coordinates' pair is its own mirror image, so one law of
+losses serves both directions: under P with r = exp(-loss) for adding.
+
+- Gaussian noise, mixed or plain, in any phase: the vertex is the worst for the functions of ``cone`` alone. Removing bounds
+  adding as well, for all of them.
+- Laplace noise in every phase: the vertex is the worst for every divergence, so the hockey stick of the larger direction is
+  exact but for the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from modelmix.accounting.cone import Bound, Cone, HockeyStick, best_for_delta, best_for_epsilon
+from modelmix.accounting.coordinate_losses import coordinate
+from modelmix.accounting.functions import Array
+from modelmix.accounting.laws import Gaussian, Laplace, known
+from modelmix.accounting.ledger import Phase
+from modelmix.accounting.loss_distribution import (
+    EXTRA,
+    LossDistribution,
+    TooLarge,
+    added_tail,
+    on_grid,
+    regridded,
+    tilted_sum,
+    total,
+)
+from modelmix.accounting.mechanism import Bound as Vertex
+from modelmix.accounting.mechanism import Mechanism
+
+FINE, ROUGH = 2e-5, 1e-3
+"""What the grid of the steps may add to epsilon, as a fraction of it."""
+_MOST_PHASES = 128  # different mechanisms
+_MOST_POINTS = 2**20
+_WINDOW = 1e-11  # what may be wrapped around, relative to what is asked for
+_STAGE_POINTS = 2**18
+_SMALLEST_STEP = 1e-9
+_LEAST_LOG_MASS = -110.0
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True)
+class SampledLosses:
+    """Losses of one sampled step, not yet on a grid; masses under the law that is tested, and its tail."""
+
+    losses: Array
+    mass: Array
+    tail: float
+
+    def log_moment(self, theta: float) -> float:
+        """log E[exp(theta * loss)], without the tail; to find out where to look."""
+        terms = self._log_mass + theta * self.losses
+        top = float(terms.max())
+        return top + math.log(float(np.exp(terms - top).sum()))
+
+    @property
+    def _log_mass(self) -> Array:
+        return np.log(self.mass)
+
+    def extra_variance(self, step: float) -> float:
+        """What spreading to a grid adds to the variance of the loss."""
+        rest = np.mod(self.losses, step)
+        return float(self.mass @ (rest * (step - rest)))
+
+
+@lru_cache(maxsize=512)
+def gradient_losses(vertex: Vertex) -> LossDistribution:
+    """The losses of a whole gradient: of all its coordinates, and of its embedding if it has one."""
+    return total([(coordinate(law, size), count) for law, size, count in vertex])
+
+
+@lru_cache(maxsize=512)
+def sampled_losses(vertex: Vertex, sample_rate: float, adding: bool = False) -> SampledLosses:
+    """Losses of one step with Poisson sampling; rounded upward."""
+    loss, q = gradient_losses(vertex), sample_rate
+    with np.errstate(divide="ignore"):
+        held = np.log(loss.mass) + np.maximum(0.0, -loss.losses) > _LEAST_LOG_MASS
+    held |= np.arange(held.size) == 0
+    # What is too light to matter moves to the next larger loss that stays, and into the tail beyond the last.
+    place = np.minimum(np.searchsorted(np.flatnonzero(held), np.arange(held.size)), int(held.sum()))
+    weights = np.bincount(place, loss.mass, int(held.sum()) + 1)
+    ratios, mass = loss.losses[held], weights[:-1]
+    beyond = np.flatnonzero(held)[-1] + 1
+    tail = loss.tail + float(np.sum(loss.mass[beyond:] * np.exp(EXTRA * loss.losses[beyond:]))) * (1 + 1e-12)
+    zero = loss.zero + float(np.sum(loss.mass[~held] * np.exp(np.minimum(-loss.losses[~held], 700.0))))
+    if adding:
+        return _without_excess(-_sampled_log(-ratios, q), mass, tail)  # what is in ``zero`` has no mass under P
+    losses = _sampled_log(ratios, q)
+    with np.errstate(over="ignore"):
+        mass = mass * (q + (1 - q) * np.exp(np.minimum(-ratios, 700.0))) * (1 + 4 * _EPS * (2 + np.abs(ratios)))
+    if q < 1:
+        losses, mass = np.append(math.log1p(-q), losses), np.append((1 - q) * zero, mass)
+    return _without_excess(losses, mass, tail)
+
+
+def _sampled_log(ratios: Array, q: float) -> Array:
+    """log(1 - q + q exp(ratio))."""
+    if q == 1:
+        return ratios
+    out = np.logaddexp(math.log1p(-q), math.log(q) + ratios)
+    near = np.abs(ratios) < 1
+    out[near] = np.log1p(q * np.expm1(ratios[near]))
+    return out
+
+
+def _without_excess(losses: Array, mass: Array, tail: float) -> SampledLosses:
+    """Masses are upper bounds and their true sum is at most 1; dropping the smallest losses keeps the worst such law."""
+    order = np.argsort(losses, kind="stable")
+    losses, mass = losses[order], mass[order]
+    from_right = np.cumsum(mass[::-1])[::-1]
+    most = 1 + 2 * _EPS * losses.size  # the sum itself is rounded
+    keep = np.append(from_right[1:], 0.0) < most
+    losses, mass, from_right = losses[keep], mass[keep].copy(), from_right[keep]
+    mass[0] = min(mass[0], max(0.0, most - float(np.append(from_right, 0.0)[1])))
+    positive = mass > 0
+    return SampledLosses(losses[positive], mass[positive], tail)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """At a delta, or at an epsilon, and how finely."""
+
+    delta: float | None
+    epsilon: float | None
+    tolerance: float
+
+
+def _centre(steps: Sequence[tuple[SampledLosses, int]], question: _Question) -> tuple[float, float]:
+    """(tilt, epsilon) where Chernoff's bound is best: where the answer will be."""
+    rough = [(_grouped(losses), count) for losses, count in steps]
+
+    def log_moment(theta: float) -> float:
+        return sum(count * losses.log_moment(theta) for losses, count in rough)
+
+    def worth(theta: float) -> float:
+        if question.epsilon is not None:
+            return log_moment(theta) - theta * question.epsilon
+        assert question.delta is not None
+        order = 1 + theta
+        return (log_moment(theta) + theta * math.log1p(-1 / order) - math.log(question.delta * order)) / theta
+
+    tilts = list(np.geomspace(1e-3, 1e7, 41))
+    values = [worth(theta) for theta in tilts]
+    for _ in range(4):
+        best = int(np.nanargmin(values))
+        low, high = tilts[max(best - 1, 0)], tilts[min(best + 1, len(tilts) - 1)]
+        tilts = list(np.geomspace(low, high, 7))
+        values = [worth(theta) for theta in tilts]
+    best = int(np.nanargmin(values))
+    return float(tilts[best]), float(question.epsilon if question.epsilon is not None else values[best])
+
+
+def _grouped(losses: SampledLosses, most: int = 1500) -> SampledLosses:
+    """About the same law with fewer losses."""
+    group = losses.losses.size // most + 1
+    starts = np.arange(0, losses.losses.size, group)
+    mass = np.add.reduceat(losses.mass, starts)
+    return SampledLosses(np.add.reduceat(losses.mass * losses.losses, starts) / mass, mass, 0.0)
+
+
+def _grid_step(steps: Sequence[tuple[SampledLosses, int]], tilt: float, epsilon: float, tolerance: float) -> float:
+    """The coarsest grid that adds at most a fraction to epsilon: half the added variance times the order."""
+    allowed = 2 * tolerance * max(epsilon, 0.05 / (1 + tilt)) / (1 + tilt)
+    # A spread over steps of h adds at most h^2/4 to a variance.
+    step = 2 * math.sqrt(allowed / sum(count for _, count in steps))
+    best = step
+    for larger in step * 1.5 ** np.arange(1, 12):
+        if sum(count * losses.extra_variance(float(larger)) for losses, count in steps) > allowed:
+            break
+        best = float(larger)
+    return max(min(best, 0.3 / (1 + tilt)), _SMALLEST_STEP)
+
+
+def _composed(steps: Sequence[tuple[SampledLosses, int]], question: _Question) -> tuple[LossDistribution, float]:
+    """The law of the sum of all steps' losses where the answer depends on it, and how steeply it falls there."""
+    tilt, epsilon = _centre(steps, question)
+    if not math.isfinite(epsilon):
+        raise TooLarge("no finite moment says where epsilon is")
+    count = sum(number for _, number in steps)
+    step = _grid_step(steps, tilt, max(epsilon, 0.0), question.tolerance)
+    lost = 1e-40 if question.delta is None else 1e-9 * question.delta / count
+    parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(max(lost, 1e-290)), n) for s, n in steps]
+    for _ in range(6):
+        low, high, tilts = _final_window(parts, tilt)
+        if high - low <= _STAGE_POINTS or max(n for _, n in parts) < 8:
+            break
+        share = max(2, min(n for _, n in parts if n >= 8) // 4, 1)
+        share = min(share, max(2, int(_shrinkage(high - low))))
+        parts = _blocks(parts, share)
+    if high - low > _MOST_POINTS:
+        raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
+    mass = tilted_sum(parts, tilt, low, high)
+    return LossDistribution(parts[0][0].step, low, mass, 0.0, added_tail(parts, high, tilts)), tilt
+
+
+def _shrinkage(points: int) -> float:
+    return (4 * points / _STAGE_POINTS) ** 2
+
+
+def _blocks(parts: Sequence[tuple[LossDistribution, int]], share: int) -> list[tuple[LossDistribution, int]]:
+    """Sums of ``share`` steps each on a grid coarser by the root of that, which adds as little to the variance."""
+    step = parts[0][0].step * math.sqrt(share)
+    out = []
+    for loss, count in parts:
+        if count >= share:
+            block = total([(loss, share)])
+            out.append((regridded(block, step), count // share))
+        if count % share:
+            out.append((regridded(total([(loss, count % share)]), step), 1))
+    return out
+
+
+def _final_window(parts: Sequence[tuple[LossDistribution, int]], tilt: float) -> tuple[int, int, list[float]]:
+    """Grid points that hold the tilted law but for a share of _WINDOW."""
+    step = parts[0][0].step
+
+    def log_moment(theta: float) -> float:
+        return sum(count * loss.log_moment(theta) for loss, count in parts)
+
+    nudge = 1e-3 * tilt
+    here, up, down = log_moment(tilt), log_moment(tilt + nudge), log_moment(tilt - nudge)
+    mean = (up - down) / (2 * nudge)
+    spread = math.sqrt(max((up - 2 * here + down) / nudge**2, (10 * step) ** 2))
+    low, high, tilts = -math.inf, math.inf, []
+    for away in np.geomspace(0.3, 30, 12) / spread:
+        tilts.append(tilt + float(away))
+        high = min(high, (log_moment(tilts[-1]) - here - math.log(_WINDOW)) / float(away))
+        below = tilt - float(away)
+        low = max(low, -(log_moment(below) - here - math.log(_WINDOW)) / float(away))
+    first, last = (sum(count * end for end, count in ends) for ends in zip(*[
+        ((loss.first, count), (loss.last, count)) for loss, count in parts
+    ], strict=True))
+    low, high = min(low, mean - 4 * spread), max(high, mean + 4 * spread, step)
+    return max(first, math.floor(low / step)), min(last, math.ceil(high / step)), tilts
+
+
+def usable(phases: Sequence[Phase]) -> str | None:
+    """Why the laws of losses are not asked about these phases; None if they are."""
+    noises = [known(phase.mechanism.coordinate_law) for phase in phases]
+    if any(noise is None for noise in noises):
+        return "a noise law of one's own has no proved worst gradient for loss distributions"
+    if len({phase.mechanism for phase in phases}) > _MOST_PHASES:
+        return f"loss distributions are asked for up to {_MOST_PHASES} different mechanisms"
+    return None
+
+
+def _vertices(mechanism: Mechanism, which: int) -> Vertex:
+    bounds = mechanism.moment_bounds
+    return bounds[min(which, len(bounds) - 1)]
+
+
+def _directions(phases: Sequence[Phase], which: int) -> list[tuple[list[tuple[SampledLosses, int]], bool]]:
+    """The steps of each direction that has to be looked at, and whether the hockey stick is sound for them."""
+    exact = all(type(known(phase.mechanism.coordinate_law)) is Laplace for phase in phases)
+    counts: dict[tuple[Vertex, float], int] = {}
+    for phase in phases:
+        key = (_vertices(phase.mechanism, which), phase.mechanism.sample_rate)
+        counts[key] = counts.get(key, 0) + phase.steps
+    removing = [(sampled_losses(vertex, q), n) for (vertex, q), n in counts.items()]
+    if not exact or all(q == 1 for _, q in counts):
+        return [(removing, exact)]
+    return [(removing, exact), ([(sampled_losses(vertex, q, True), n) for (vertex, q), n in counts.items()], exact)]
+
+
+def _choices(phases: Sequence[Phase]) -> range:
+    return range(max(len(phase.mechanism.moment_bounds) for phase in phases))
+
+
+def loss_epsilon(phases: Sequence[Phase], delta: float, tolerance: float = FINE) -> float:
+    """epsilon at ``delta`` by the law of the losses; an upper bound.
+
+    Raises:
+        TooLarge: where no grid of bearable size would hold them.
+    """
+    return min(max(_epsilon(*way, delta, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
+
+
+def _epsilon(steps: list[tuple[SampledLosses, int]], exact: bool, delta: float, tolerance: float) -> float:
+    loss, tilt = _composed(steps, _Question(delta, None, tolerance))
+    bound: Bound = HockeyStick() if exact else best_for_delta(loss, delta, tilt)
+    return bound.epsilon(loss, delta)
+
+
+def loss_delta(phases: Sequence[Phase], epsilon: float, tolerance: float = FINE) -> float:
+    """delta at ``epsilon`` by the law of the losses; an upper bound."""
+    return min(max(_delta(*way, epsilon, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
+
+
+def _delta(steps: list[tuple[SampledLosses, int]], exact: bool, epsilon: float, tolerance: float) -> float:
+    loss, tilt = _composed(steps, _Question(None, epsilon, tolerance))
+    bound: Bound = HockeyStick() if exact else best_for_epsilon(loss, epsilon, tilt)
+    return min(1.0, bound.delta(loss, epsilon))
