@@ -31,11 +31,12 @@ from modelmix.accounting.ledger import Phase
 from modelmix.accounting.loss_distribution import (
     EXTRA,
     LossDistribution,
+    Part,
     TooLarge,
-    added_tail,
     on_grid,
     regridded,
-    tilted_sum,
+    tilted_total,
+    tilted_window,
     total,
 )
 from modelmix.accounting.mechanism import Bound as Vertex
@@ -44,11 +45,13 @@ from modelmix.accounting.mechanism import Mechanism
 FINE, ROUGH = 2e-5, 1e-3
 """What the grid of the steps may add to epsilon, as a fraction of it."""
 _MOST_PHASES = 128  # different mechanisms
-_MOST_POINTS = 2**20
-_WINDOW = 1e-11  # what may be wrapped around, relative to what is asked for
+_WRAPPED, _WRAPPED_BLOCK = 1e-11, 1e-9  # shares of the tilted sum
 _STAGE_POINTS = 2**18
+_FEW = 8
+_LARGEST_EPSILON = 3000.0  # exponentials of more overflow
 _SMALLEST_STEP = 1e-9
 _LEAST_LOG_MASS = -110.0
+_LOOKS = 12
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -131,7 +134,7 @@ def _without_excess(losses: Array, mass: Array, tail: float) -> SampledLosses:
 
 @dataclass(frozen=True)
 class _Question:
-    """At a delta, or at an epsilon, and how finely."""
+    """At a delta, at an epsilon, or at a delta near an epsilon; and how finely."""
 
     delta: float | None
     epsilon: float | None
@@ -187,64 +190,32 @@ def _grid_step(steps: Sequence[tuple[SampledLosses, int]], tilt: float, epsilon:
 def _composed(steps: Sequence[tuple[SampledLosses, int]], question: _Question) -> tuple[LossDistribution, float]:
     """The law of the sum of all steps' losses where the answer depends on it, and how steeply it falls there."""
     tilt, epsilon = _centre(steps, question)
-    if not math.isfinite(epsilon):
-        raise TooLarge("no finite moment says where epsilon is")
+    if not epsilon < _LARGEST_EPSILON:
+        raise TooLarge(f"loss distributions are not asked where epsilon is about {epsilon:.1e}")
     count = sum(number for _, number in steps)
     step = _grid_step(steps, tilt, max(epsilon, 0.0), question.tolerance)
     lost = 1e-40 if question.delta is None else 1e-9 * question.delta / count
     parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(max(lost, 1e-290)), n) for s, n in steps]
-    for _ in range(6):
-        low, high, tilts = _final_window(parts, tilt)
-        if high - low <= _STAGE_POINTS or max(n for _, n in parts) < 8:
-            break
-        share = max(2, min(n for _, n in parts if n >= 8) // 4, 1)
-        share = min(share, max(2, int(_shrinkage(high - low))))
-        parts = _blocks(parts, share)
-    if high - low > _MOST_POINTS:
-        raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
-    mass = tilted_sum(parts, tilt, low, high)
-    return LossDistribution(parts[0][0].step, low, mass, 0.0, added_tail(parts, high, tilts)), tilt
+    while True:
+        low, high, _ = tilted_window(parts, tilt, _WRAPPED)
+        most = max(n for _, n in parts)
+        if high - low <= _STAGE_POINTS or most < _FEW:
+            return tilted_total(parts, tilt, _WRAPPED), tilt
+        # Widths grow like the root of the count.
+        share = min(most * (_STAGE_POINTS / (1.2 * (high - low))) ** 2, most / 4)
+        parts = _blocks(parts, max(2, int(share)), tilt)
 
 
-def _shrinkage(points: int) -> float:
-    return (4 * points / _STAGE_POINTS) ** 2
-
-
-def _blocks(parts: Sequence[tuple[LossDistribution, int]], share: int) -> list[tuple[LossDistribution, int]]:
+def _blocks(parts: Sequence[Part], share: int, tilt: float) -> list[Part]:
     """Sums of ``share`` steps each on a grid coarser by the root of that, which adds as little to the variance."""
     step = parts[0][0].step * math.sqrt(share)
     out = []
     for loss, count in parts:
-        if count >= share:
-            block = total([(loss, share)])
-            out.append((regridded(block, step), count // share))
-        if count % share:
-            out.append((regridded(total([(loss, count % share)]), step), 1))
+        for steps, times in ((share, count // share), (count % share, 1)):
+            if steps and times:
+                block = loss if steps == 1 else tilted_total([(loss, steps)], tilt, _WRAPPED_BLOCK / times)
+                out.append((regridded(block, step), times))
     return out
-
-
-def _final_window(parts: Sequence[tuple[LossDistribution, int]], tilt: float) -> tuple[int, int, list[float]]:
-    """Grid points that hold the tilted law but for a share of _WINDOW."""
-    step = parts[0][0].step
-
-    def log_moment(theta: float) -> float:
-        return sum(count * loss.log_moment(theta) for loss, count in parts)
-
-    nudge = 1e-3 * tilt
-    here, up, down = log_moment(tilt), log_moment(tilt + nudge), log_moment(tilt - nudge)
-    mean = (up - down) / (2 * nudge)
-    spread = math.sqrt(max((up - 2 * here + down) / nudge**2, (10 * step) ** 2))
-    low, high, tilts = -math.inf, math.inf, []
-    for away in np.geomspace(0.3, 30, 12) / spread:
-        tilts.append(tilt + float(away))
-        high = min(high, (log_moment(tilts[-1]) - here - math.log(_WINDOW)) / float(away))
-        below = tilt - float(away)
-        low = max(low, -(log_moment(below) - here - math.log(_WINDOW)) / float(away))
-    first, last = (sum(count * end for end, count in ends) for ends in zip(*[
-        ((loss.first, count), (loss.last, count)) for loss, count in parts
-    ], strict=True))
-    low, high = min(low, mean - 4 * spread), max(high, mean + 4 * spread, step)
-    return max(first, math.floor(low / step)), min(last, math.ceil(high / step)), tilts
 
 
 def usable(phases: Sequence[Phase]) -> str | None:
@@ -285,21 +256,39 @@ def loss_epsilon(phases: Sequence[Phase], delta: float, tolerance: float = FINE)
     Raises:
         TooLarge: where no grid of bearable size would hold them.
     """
-    return min(max(_epsilon(*way, delta, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
+    if sum(phase.steps * phase.mechanism.sample_rate for phase in phases) <= delta:
+        return 0.0  # the sample is drawn at all with at most this probability
+    with np.errstate(all="ignore"):
+        found = min(max(_epsilon(*way, delta, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
+    if not math.isfinite(found):
+        raise TooLarge("the losses reach beyond their grid")
+    return found
 
 
 def _epsilon(steps: list[tuple[SampledLosses, int]], exact: bool, delta: float, tolerance: float) -> float:
-    loss, tilt = _composed(steps, _Question(delta, None, tolerance))
-    bound: Bound = HockeyStick() if exact else best_for_delta(loss, delta, tilt)
-    return bound.epsilon(loss, delta)
+    question, found = _Question(delta, None, tolerance), math.inf
+    for _ in range(_LOOKS):
+        loss, tilt = _composed(steps, question)
+        bound: Bound = HockeyStick() if exact else best_for_delta(loss, delta, tilt)
+        least = bound.least(loss)
+        found = min(found, bound.epsilon(loss, delta))
+        if found > least or least == 0:
+            break
+        question = _Question(delta, least / 2, tolerance)  # Chernoff's bound was far off: look further left
+    return found
 
 
 def loss_delta(phases: Sequence[Phase], epsilon: float, tolerance: float = FINE) -> float:
-    """delta at ``epsilon`` by the law of the losses; an upper bound."""
-    return min(max(_delta(*way, epsilon, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
+    """delta at ``epsilon`` by the law of the losses; an upper bound. Raises ``TooLarge`` as ``loss_epsilon``."""
+    drawn = sum(phase.steps * phase.mechanism.sample_rate for phase in phases)
+    with np.errstate(all="ignore"):
+        found = min(max(_delta(*way, epsilon, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
+    if math.isnan(found):
+        raise TooLarge("the losses reach beyond their grid")
+    return min(1.0, drawn, found)
 
 
 def _delta(steps: list[tuple[SampledLosses, int]], exact: bool, epsilon: float, tolerance: float) -> float:
     loss, tilt = _composed(steps, _Question(None, epsilon, tolerance))
     bound: Bound = HockeyStick() if exact else best_for_epsilon(loss, epsilon, tilt)
-    return min(1.0, bound.delta(loss, epsilon))
+    return bound.delta(loss, epsilon)

@@ -71,7 +71,13 @@ class Bound(Protocol):
 
     def delta(self, loss: LossDistribution, epsilon: float) -> float: ...
 
-    def epsilon(self, loss: LossDistribution, delta: float) -> float: ...
+    def least(self, loss: LossDistribution) -> float:
+        """The smallest epsilon that the grid can answer for."""
+        ...
+
+    def epsilon(self, loss: LossDistribution, delta: float) -> float:
+        """The least epsilon from there on; infinity if there is none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,14 @@ class HockeyStick:
     def delta(self, loss: LossDistribution, epsilon: float) -> float:
         above = loss.losses > epsilon
         value = float(loss.mass[above] @ -np.expm1(epsilon - loss.losses[above]))
-        value += max(0.0, -math.expm1(epsilon - float(loss.losses[0])))  # for all that may lie left of the grid
+        value += max(0.0, -math.expm1(min(0.0, epsilon - float(loss.losses[0]))))  # for all that may lie left of the grid
         return value * _UP + loss.tail
 
+    def least(self, loss: LossDistribution) -> float:
+        return max(0.0, float(loss.losses[0]))
+
     def epsilon(self, loss: LossDistribution, delta: float) -> float:
-        return _least(lambda e: self.delta(loss, e), delta, max(0.0, float(loss.losses[0])), float(loss.losses[-1]))
+        return _least(lambda e: self.delta(loss, e), delta, self.least(loss), float(loss.losses[-1]))
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,11 @@ class Cone:
         tail = _C1 * math.exp(-EXTRA * log_kappa) * loss.tail
         return (value + tail) / float(slope(np.array([self.y0]))[0]) * _UP
 
+    def least(self, loss: LossDistribution) -> float:
+        return max(0.0, float(loss.losses[0]) + self.offset)
+
     def epsilon(self, loss: LossDistribution, delta: float) -> float:
-        low = max(0.0, float(loss.losses[0]) + self.offset)
+        low = self.least(loss)
         return _least(lambda e: self.delta(loss, e), delta, low, max(low, float(loss.losses[-1])))
 
 

@@ -161,7 +161,7 @@ def total(parts: Sequence[Part]) -> LossDistribution:
     points = high - low + 1
     if points <= _FINE_POINTS:
         return _summed(parts)
-    share = max(2, int(count * _FINE_POINTS / (2 * points)))
+    share = max(2, int(count * (_FINE_POINTS / (1.2 * points)) ** 2))  # widths grow like the root of the count
     if share < count:
         block = total([(loss, share)]).pruned(math.exp(_LOG_LOST))
         step = block.deviation / _PER_DEVIATION
@@ -219,8 +219,8 @@ def _summed(parts: Sequence[Part]) -> LossDistribution:
     table = _table(parts)
     tilts, moments, means = table
     low, high = _window(parts, table)
-    if high - low >= 2 * _MOST_POINTS:
-        raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
+    if not 0 <= high - low < 2 * _MOST_POINTS:
+        raise TooLarge(f"a loss distribution would need {abs(high - low):.1e} points")
     centres = np.linspace(low * step, high * step, _TILTS + 2)[1:-1]
     # Any tilt is right; these have their means spread over the window.
     chosen = np.unique(np.concatenate([[-1.0, 0.0], np.interp(centres, means, tilts)]))
@@ -238,22 +238,62 @@ def _summed(parts: Sequence[Part]) -> LossDistribution:
         zero += math.exp(min(600.0, log_zero))
         below = tilts < -0.01
         mass[0] += math.exp(min(0.0, float(np.min(moments[below] - tilts[below] * (low * step)))))
-    return LossDistribution(step, low, mass, zero, added_tail(parts, high))
+    return LossDistribution(step, low, mass, zero, added_tail(parts, high, tilts))
 
 
-def added_tail(parts: Sequence[Part], last: int, more: Sequence[float] = ()) -> float:
-    """Bound on E_Q[r^EXTRA] over the tails of a sum of losses, and over what is on the grid beyond ``last``."""
+def added_tail(parts: Sequence[Part], last: int, tilts: Array) -> float:
+    """Bound on E_Q[r^EXTRA] over the tails of a sum of losses, and by Chernoff over what is on the grid past ``last``."""
     log_all = sum(count * math.log(math.exp(part.log_moment(EXTRA)) + part.tail) for part, count in parts)
     tail = sum(count * part.tail for part, count in parts) * math.exp(min(600.0, max(0.0, log_all))) * (1 + 1e-9)
     if last >= sum(count * part.last for part, count in parts):
         return tail
     step = parts[0][0].step
-    tilts = np.asarray(more) if len(more) else _table(parts)[0]
     exponents = [
         sum(count * part.log_moment(float(theta)) for part, count in parts) - (theta - EXTRA) * last * step
         for theta in tilts[tilts > EXTRA]
     ]
     return tail + math.exp(min(600.0, float(min(exponents))))
+
+
+def tilted_total(parts: Sequence[Part], tilt: float, lost: float) -> LossDistribution:
+    """The sum of independent losses, accurate where ``tilt`` centres it and right, rounded up, everywhere.
+
+    Outside the window that is kept, a share ``lost`` of the tilted sum is wrapped around, or moved to the left end, or put
+    into the tail. For what depends on the masses under Q alone: ``zero`` is left out.
+    """
+    low, high, tilts = tilted_window(parts, tilt, lost)
+    if high - low > _MOST_POINTS:
+        raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
+    step = parts[0][0].step
+    mass = tilted_sum(parts, tilt, low, high)
+    if low > sum(count * part.first for part, count in parts):
+        lighter = [theta for theta in tilts if theta < 0] or [-0.1 * abs(tilt), -tilt]
+        mass[0] += min(1.01, *(math.exp(min(600.0, _log_moment(parts, t) - t * low * step)) for t in lighter))
+    return LossDistribution(step, low, mass, 0.0, added_tail(parts, high, np.array([t for t in tilts if t > tilt])))
+
+
+def _log_moment(parts: Sequence[Part], theta: float) -> float:
+    return sum(count * part.log_moment(theta) for part, count in parts)
+
+
+def tilted_window(parts: Sequence[Part], tilt: float, lost: float) -> tuple[int, int, list[float]]:
+    """Grid points that hold the tilted sum but for a share ``lost``, and the tilts that Chernoff's bound was taken at."""
+    step = parts[0][0].step
+    nudge = 1e-3 * tilt
+    here, up, down = (_log_moment(parts, theta) for theta in (tilt, tilt + nudge, tilt - nudge))
+    mean = (up - down) / (2 * nudge)
+    spread = math.sqrt(max((up - 2 * here + down) / nudge**2, (10 * step) ** 2))
+    low, high = -math.inf, math.inf
+    tilts = []
+    for away in np.geomspace(0.3, 30, 12) / spread:
+        tilts += [tilt - float(away), tilt + float(away)]
+        below, above = (_log_moment(parts, theta) - here - math.log(lost) for theta in tilts[-2:])
+        low, high = max(low, -below / float(away)), min(high, above / float(away))
+    low, high = min(low, mean - 4 * spread), max(high, mean + 4 * spread, step)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise TooLarge("the losses reach too far for a grid")
+    first, last = (sum(count * end for end, count in ends) for ends in _ends(parts))
+    return max(first, math.floor(low / step)), min(last, math.ceil(high / step)), tilts
 
 
 def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> Array:
