@@ -76,7 +76,7 @@ class SampledLosses:
     def extra_variance(self, step: float) -> float:
         """What spreading to a grid adds to the variance of the loss."""
         rest = np.mod(self.losses, step)
-        return float(self.mass @ (rest * (step - rest)))
+        return float(np.sum(self.mass * rest * (step - rest)))
 
 
 @lru_cache(maxsize=512)

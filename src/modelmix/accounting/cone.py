@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from scipy import optimize
 
 from modelmix.accounting.functions import Array
 from modelmix.accounting.loss_distribution import EXTRA, LossDistribution
@@ -37,8 +38,8 @@ _SERIES = [(_C1 * _A1**n - _C2 * _A2**n - _LINE) / math.factorial(n) for n in ra
 _SERIES[:3] = [0.0, 0.0, 0.0]
 _SERIES[3] = (_B2 - _B1) / 6
 _SMALL = 1.0
-_LARGEST_Y = 12.0
-_GUIDES = 1200
+_LARGEST_Y = 25.0
+_GROUPS = 800
 _UP = 1 + 1e-9  # sums of a million positive numbers, each rounded a few times, and Psi'(x0) for small y0
 
 
@@ -86,8 +87,10 @@ class HockeyStick:
 
     def delta(self, loss: LossDistribution, epsilon: float) -> float:
         above = loss.losses > epsilon
-        value = float(loss.mass[above] @ -np.expm1(epsilon - loss.losses[above]))
-        value += max(0.0, -math.expm1(min(0.0, epsilon - float(loss.losses[0]))))  # for all that may lie left of the grid
+        value = float(np.sum(loss.mass[above] * -np.expm1(epsilon - loss.losses[above])))
+        value += max(
+            0.0, -math.expm1(min(0.0, epsilon - float(loss.losses[0])))
+        )  # for all that may lie left of the grid
         return value * _UP + loss.tail
 
     def least(self, loss: LossDistribution) -> float:
@@ -111,7 +114,7 @@ class Cone:
         """E[phi(e^L)], with the tail: G(y) <= C1 exp(EXTRA y)."""
         log_kappa = epsilon - self.offset - 1e-14 * (1 + abs(epsilon))
         above = loss.losses > log_kappa
-        value = float(loss.mass[above] @ growth(loss.losses[above] - log_kappa))
+        value = float(np.sum(loss.mass[above] * growth(loss.losses[above] - log_kappa)))
         value += float(growth(loss.losses[:1] - log_kappa)[0])  # for all that may lie left of the grid
         tail = _C1 * math.exp(-EXTRA * log_kappa) * loss.tail
         return (value + tail) / float(slope(np.array([self.y0]))[0]) * _UP
@@ -125,33 +128,45 @@ class Cone:
 
 
 def best_for_delta(loss: LossDistribution, delta: float, steepness: float) -> Cone:
-    """About the x0 with the smallest epsilon. Any is sound, so sums over groups of losses do to choose it."""
-    y0 = np.clip(np.geomspace(0.4, 30, 33) / steepness, 1e-4, _LARGEST_Y)
-    points, values = _coarse_tail(loss)
-    wanted = np.log(delta * slope(y0))
-    # log E[G(L - k)] falls in k.
-    kappas = np.interp(-wanted, -values, points)
-    return Cone(float(y0[np.argmin(kappas + offset(y0))]))
+    """About the x0 with the smallest epsilon. Any is sound, so that sums over groups of losses do to choose it."""
+    mass, centres = _groups(loss)
+    points = np.linspace(centres[0], centres[-1], 100)
+    with np.errstate(divide="ignore"):
+        values = np.log(np.sum(growth(centres - points[:, None]) * mass, axis=1))  # log E[G(L - k)] falls in k
+    held = np.isfinite(values)
+    y0 = _candidates(steepness, 33)
+    kappas = np.interp(-np.log(delta * slope(y0)), -np.minimum.accumulate(values[held]), points[held])
+    return best_for_epsilon(loss, float(np.min(kappas + offset(y0))), steepness)
 
 
 def best_for_epsilon(loss: LossDistribution, epsilon: float, steepness: float) -> Cone:
-    """About the x0 with the smallest delta at ``epsilon``."""
-    y0 = np.clip(np.geomspace(0.4, 30, 33) / steepness, 1e-4, _LARGEST_Y)
-    points, values = _coarse_tail(loss)
-    return Cone(float(y0[np.argmin(np.interp(epsilon - offset(y0), points, values) - np.log(slope(y0)))]))
+    """About the x0 with the smallest delta at ``epsilon``: first by groups of losses, then by all."""
+    mass, centres = _groups(loss)
+    y0 = _candidates(steepness, 60)
+    with np.errstate(over="ignore"):
+        deltas = np.sum(growth(centres - (epsilon - offset(y0))[:, None]) * mass, axis=1) / slope(y0)
+    best = int(np.argmin(deltas))
+    low, high = math.log(y0[max(best - 3, 0)]), math.log(y0[min(best + 3, y0.size - 1)])
+    if high > low:
+        found = optimize.minimize_scalar(
+            lambda log_y0: Cone(math.exp(log_y0)).delta(loss, epsilon),
+            bounds=(low, high),
+            method="bounded",
+            options={"xatol": 2e-3, "maxiter": 9},
+        )
+        return Cone(math.exp(float(found.x)))
+    return Cone(float(y0[best]))
 
 
-def _coarse_tail(loss: LossDistribution) -> tuple[Array, Array]:
-    """log E[G(L - k)] at some k, roughly."""
-    group = max(1, loss.mass.size // _GUIDES)
+def _candidates(steepness: float, count: int) -> Array:
+    # For a tail exp(-k L) with a large k the best y0 is 3/k.
+    return np.clip(np.geomspace(0.3, 30, count) / steepness, 1e-4, _LARGEST_Y)
+
+
+def _groups(loss: LossDistribution) -> tuple[Array, Array]:
+    group = max(1, loss.mass.size // _GROUPS)
     size = loss.mass.size // group * group
-    mass = loss.mass[:size].reshape(-1, group).sum(axis=1)
-    centres = loss.losses[:size].reshape(-1, group).mean(axis=1)
-    points = np.linspace(centres[0], centres[-1], 100)
-    with np.errstate(divide="ignore"):
-        values = np.log(growth(centres[None, :] - points[:, None]) @ mass)
-    held = np.isfinite(values)
-    return points[held], np.minimum.accumulate(values[held])
+    return loss.mass[:size].reshape(-1, group).sum(axis=1), loss.losses[:size].reshape(-1, group).mean(axis=1)
 
 
 def _least(value: object, target: float, low: float, high: float) -> float:

@@ -87,8 +87,8 @@ class LossDistribution:
     def deviation(self) -> float:
         """Standard deviation of the loss under Q."""
         total = float(self.mass.sum())
-        mean = float(self.mass @ self.losses) / total
-        return math.sqrt(float(self.mass @ (self.losses - mean) ** 2) / total)
+        mean = float(np.sum(self.mass * self.losses)) / total
+        return math.sqrt(float(np.sum(self.mass * (self.losses - mean) ** 2)) / total)
 
     def pruned(self, lost: float) -> LossDistribution:
         """Without what is negligible at both ends: on the right it goes into the tail, on the left it moves right."""
@@ -194,7 +194,7 @@ def _table(parts: Sequence[Part]) -> tuple[Array, Array, Array]:
                 weight = np.exp(terms - top)
                 whole = float(weight.sum())
                 moments[i] += count * (top + math.log(whole) + 1e-14 * (1 + abs(top)))
-                means[i] += count * float(weight @ losses) / whole
+                means[i] += count * float(np.sum(weight * losses)) / whole
     return tilts, moments, means
 
 
@@ -312,7 +312,7 @@ def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> Arra
         with np.errstate(under="ignore", over="ignore"):
             mass = part.mass * np.exp(np.minimum(exponent, 700.0))
         folded = _folded(mass, size)
-        norm = math.sqrt(float(folded @ folded)) * (1 + 1e-12)
+        norm = math.sqrt(float(np.sum(folded * folded))) * (1 + 1e-12)
         norms.append(norm)
         biggest = float(folded.sum()) * (1 + 1e-14) + transform * math.sqrt(size) * norm
         growth += count * math.log(max(1.0, biggest))
