@@ -4,14 +4,14 @@ For each mechanism the losses of its worst gradient's coordinates are added up (
 
     r  ->  t = 1 - q + q r,
 
-and the steps are added up. A sampled pair is (P, X), X = (1-q) P + q Q. *Removing* the sample tests X against P: losses log t
-under X. *Adding* it tests P against X: losses -log t under P. The coordinates' pair is its own mirror image, so one law of
-losses serves both directions: under P with r = exp(-loss) for adding.
+and the steps are added up. A sampled pair is (P, X), X = (1-q) P + q Q. *Removing* the sample tests X against P:
+losses log t under X. *Adding* it tests P against X: losses -log t under P. The coordinates' pair is its own mirror
+image, so one law of losses serves both directions: under P with r = exp(-loss) for adding.
 
-- Gaussian noise, mixed or plain, in any phase: the vertex is the worst for the functions of ``cone`` alone. Removing bounds
-  adding as well, for all of them.
-- Laplace noise in every phase: the vertex is the worst for every divergence, so the hockey stick of the larger direction is
-  exact but for the grid.
+- Gaussian noise, mixed or plain, in any phase: the vertex is the worst for the functions of ``cone`` alone. Removing
+  bounds adding as well, for all of them.
+- Laplace noise in every phase: the vertex is the worst for every divergence, so the hockey stick of the larger
+  direction is exact but for the grid.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from modelmix.accounting.cone import Bound, Cone, HockeyStick, best_for_delta, best_for_epsilon
+from modelmix.accounting.cone import Bound, HockeyStick, best_for_delta, best_for_epsilon
 from modelmix.accounting.coordinate_losses import coordinate
 from modelmix.accounting.functions import Array
-from modelmix.accounting.laws import Gaussian, Laplace, known
+from modelmix.accounting.laws import Laplace, known
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.loss_distribution import (
     EXTRA,
@@ -44,7 +44,7 @@ from modelmix.accounting.mechanism import Mechanism
 
 FINE, ROUGH = 2e-5, 1e-3
 """What the grid of the steps may add to epsilon, as a fraction of it."""
-_MOST_PHASES = 128  # different mechanisms
+_MOST_MECHANISMS = 128
 _WRAPPED, _WRAPPED_BLOCK = 1e-11, 1e-9  # shares of the tilted sum
 _STAGE_POINTS = 2**18
 _FEW = 8
@@ -79,13 +79,13 @@ class SampledLosses:
         return float(np.sum(self.mass * rest * (step - rest)))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=160)
 def gradient_losses(vertex: Vertex) -> LossDistribution:
     """The losses of a whole gradient: of all its coordinates, and of its embedding if it has one."""
     return total([(coordinate(law, size), count) for law, size, count in vertex])
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=160)
 def sampled_losses(vertex: Vertex, sample_rate: float, adding: bool = False) -> SampledLosses:
     """Losses of one step with Poisson sampling; rounded upward."""
     loss, q = gradient_losses(vertex), sample_rate
@@ -94,8 +94,8 @@ def sampled_losses(vertex: Vertex, sample_rate: float, adding: bool = False) -> 
     held |= np.arange(held.size) == 0
     # What is too light to matter moves to the next larger loss that stays, and into the tail beyond the last.
     place = np.minimum(np.searchsorted(np.flatnonzero(held), np.arange(held.size)), int(held.sum()))
-    weights = np.bincount(place, loss.mass, int(held.sum()) + 1)
-    ratios, mass = loss.losses[held], weights[:-1]
+    ratios = loss.losses[held]
+    mass: Array = np.bincount(place, loss.mass, ratios.size + 1)[:-1].astype(np.float64)
     beyond = np.flatnonzero(held)[-1] + 1
     tail = loss.tail + float(np.sum(loss.mass[beyond:] * np.exp(EXTRA * loss.losses[beyond:]))) * (1 + 1e-12)
     zero = loss.zero + float(np.sum(loss.mass[~held] * np.exp(np.minimum(-loss.losses[~held], 700.0))))
@@ -120,7 +120,7 @@ def _sampled_log(ratios: Array, q: float) -> Array:
 
 
 def _without_excess(losses: Array, mass: Array, tail: float) -> SampledLosses:
-    """Masses are upper bounds and their true sum is at most 1; dropping the smallest losses keeps the worst such law."""
+    """Drop the smallest losses until all masses, which are upper bounds, sum to 1: the worst such law is left."""
     order = np.argsort(losses, kind="stable")
     losses, mass = losses[order], mass[order]
     from_right = np.cumsum(mass[::-1])[::-1]
@@ -218,14 +218,18 @@ def _blocks(parts: Sequence[Part], share: int, tilt: float) -> list[Part]:
     return out
 
 
-def usable(phases: Sequence[Phase]) -> str | None:
-    """Why the laws of losses are not asked about these phases; None if they are."""
-    noises = [known(phase.mechanism.coordinate_law) for phase in phases]
-    if any(noise is None for noise in noises):
-        return "a noise law of one's own has no proved worst gradient for loss distributions"
-    if len({phase.mechanism for phase in phases}) > _MOST_PHASES:
-        return f"loss distributions are asked for up to {_MOST_PHASES} different mechanisms"
+def unusable(phases: Sequence[Phase]) -> str | None:
+    """Why losses are not asked about these phases; None if they are. Leaving them out never makes epsilon too small."""
+    if any(known(phase.mechanism.coordinate_law) is None for phase in phases):
+        return "the worst gradient of a noise law of one's own is not known but for Renyi moments"
+    if len({phase.mechanism for phase in phases}) > _MOST_MECHANISMS:
+        return f"loss distributions are asked for up to {_MOST_MECHANISMS} different mechanisms"
     return None
+
+
+def hockey_stick_is_sound(phases: Sequence[Phase]) -> bool:
+    """Whether one gradient is the worst for every divergence: for Laplace noise throughout."""
+    return all(type(known(phase.mechanism.coordinate_law)) is Laplace for phase in phases)
 
 
 def _vertices(mechanism: Mechanism, which: int) -> Vertex:
@@ -235,7 +239,7 @@ def _vertices(mechanism: Mechanism, which: int) -> Vertex:
 
 def _directions(phases: Sequence[Phase], which: int) -> list[tuple[list[tuple[SampledLosses, int]], bool]]:
     """The steps of each direction that has to be looked at, and whether the hockey stick is sound for them."""
-    exact = all(type(known(phase.mechanism.coordinate_law)) is Laplace for phase in phases)
+    exact = hockey_stick_is_sound(phases)
     counts: dict[tuple[Vertex, float], int] = {}
     for phase in phases:
         key = (_vertices(phase.mechanism, which), phase.mechanism.sample_rate)
@@ -250,19 +254,21 @@ def _choices(phases: Sequence[Phase]) -> range:
     return range(max(len(phase.mechanism.moment_bounds) for phase in phases))
 
 
-def loss_epsilon(phases: Sequence[Phase], delta: float, tolerance: float = FINE) -> float:
-    """epsilon at ``delta`` by the law of the losses; an upper bound.
-
-    Raises:
-        TooLarge: where no grid of bearable size would hold them.
-    """
+@lru_cache(maxsize=512)
+def loss_epsilon(phases: tuple[Phase, ...], delta: float, tolerance: float = FINE) -> tuple[float, str | None]:
+    """epsilon at ``delta`` by the law of the losses, an upper bound; infinity and why where they are not usable."""
+    why = unusable(phases)
+    if why is not None:
+        return math.inf, why
     if sum(phase.steps * phase.mechanism.sample_rate for phase in phases) <= delta:
-        return 0.0  # the sample is drawn at all with at most this probability
-    with np.errstate(all="ignore"):
-        found = min(max(_epsilon(*way, delta, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
-    if not math.isfinite(found):
-        raise TooLarge("the losses reach beyond their grid")
-    return found
+        return 0.0, None  # the sample is drawn at all with at most this probability
+    try:
+        with np.errstate(all="ignore"):
+            ways = [_directions(phases, which) for which in _choices(phases)]
+            found = min(max(_epsilon(*direction, delta, tolerance) for direction in way) for way in ways)
+    except TooLarge as error:
+        return math.inf, str(error)
+    return (found, None) if math.isfinite(found) else (math.inf, "the losses reach beyond their grid")
 
 
 def _epsilon(steps: list[tuple[SampledLosses, int]], exact: bool, delta: float, tolerance: float) -> float:
@@ -278,14 +284,19 @@ def _epsilon(steps: list[tuple[SampledLosses, int]], exact: bool, delta: float, 
     return found
 
 
-def loss_delta(phases: Sequence[Phase], epsilon: float, tolerance: float = FINE) -> float:
-    """delta at ``epsilon`` by the law of the losses; an upper bound. Raises ``TooLarge`` as ``loss_epsilon``."""
+@lru_cache(maxsize=512)
+def loss_delta(phases: tuple[Phase, ...], epsilon: float, tolerance: float = FINE) -> float:
+    """delta at ``epsilon`` by the law of the losses, an upper bound; 1 where they are not usable."""
+    if unusable(phases) is not None:
+        return 1.0
     drawn = sum(phase.steps * phase.mechanism.sample_rate for phase in phases)
-    with np.errstate(all="ignore"):
-        found = min(max(_delta(*way, epsilon, tolerance) for way in _directions(phases, w)) for w in _choices(phases))
-    if math.isnan(found):
-        raise TooLarge("the losses reach beyond their grid")
-    return min(1.0, drawn, found)
+    try:
+        with np.errstate(all="ignore"):
+            ways = [_directions(phases, which) for which in _choices(phases)]
+            found = min(max(_delta(*direction, epsilon, tolerance) for direction in way) for way in ways)
+    except TooLarge:
+        found = 1.0
+    return min(1.0, drawn, found) if not math.isnan(found) else min(1.0, drawn)
 
 
 def _delta(steps: list[tuple[SampledLosses, int]], exact: bool, epsilon: float, tolerance: float) -> float:

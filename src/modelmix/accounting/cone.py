@@ -1,8 +1,9 @@
 r"""The cone of functions for which one gradient is the worst, and epsilon by the best of them.
 
-For mixed Gaussian noise the gradient of p equal coordinates is not the worst for the hockey stick (t - e^epsilon)_+. It is
-for every function phi of the cone that docs/proofs.md calls K: then E[phi(likelihood ratio of all releases)] is at most
-E[phi(t_1 ... t_T)] for independent t_k of that gradient, whatever the gradients were and in both directions. So
+For mixed Gaussian noise the gradient of p equal coordinates is not the worst for the hockey stick (t - e^epsilon)_+.
+It is for every function phi of the cone that docs/proofs.md calls K: then E[phi(likelihood ratio of all releases)] is
+at most E[phi(t_1 ... t_T)] for independent t_k of that gradient, whatever the gradients were and in both directions.
+So
 
     delta(epsilon) <= E[phi(t_1 ... t_T)]        for every phi of the cone with phi(t) >= (t - e^epsilon)_+.
 
@@ -11,8 +12,8 @@ Powers t^alpha give Renyi accounting. Used here is, for x >= 1 and 0 below,
     Psi''(x) = x^(-24/25) - x^(-77/50),   Psi(1) = Psi'(1) = 0,
     phi(t) = kappa Psi(t/kappa) / Psi'(x0),   kappa = e^epsilon / (x0 - Psi(x0)/Psi'(x0)),
 
-the tangent of which at t = kappa x0 is the hockey stick; phi is convex, so it lies above. x0 > 1 is free and is minimised
-over. In losses L = log t under the law with the sample, with y = L - log kappa and y0 = log x0,
+the tangent of which at t = kappa x0 is the hockey stick; phi is convex, so it lies above. x0 > 1 is free and is
+minimised over. In losses L = log t under the law with the sample, with y = L - log kappa and y0 = log x0,
 
     delta <= E[G(y)] / Psi'(x0),      G(y) = Psi(e^y) e^(-y), which does not fall in y.
 """

@@ -1,11 +1,11 @@
 r"""Losses of one coordinate of Gaussian or Laplace noise, mixed or plain, as a dominating ``LossDistribution``.
 
-The pair is f(x) and f(x - s), f even and log-concave: the loss l(x) = log f(x - s) - log f(x) does not fall in x and is odd
-about s/2. The reflection x -> s - x swaps the two laws, so the half x >= s/2, where losses are >= 0, is enough; the
-rest is its mirror image with the two masses exchanged.
+The pair is f(x) and f(x - s), f even and log-concave: the loss l(x) = log f(x - s) - log f(x) does not fall in x and
+is odd about s/2. The reflection x -> s - x swaps the two laws, so the half x >= s/2, where losses are >= 0, is enough;
+the rest is its mirror image with the two masses exchanged.
 
-**Cells.** The half-line is cut where the loss is a multiple of h. In the cell between the losses l and l + h a point x of mass
-f(x) dx goes to the two ends in the proportions that keep both masses:
+**Cells.** The half-line is cut where the loss is a multiple of h. In the cell between the losses l and l + h a point x
+of mass f(x) dx goes to the two ends in the proportions that keep both masses:
 
     under P:   (r - e^l) / (e^(l+h) - e^l)  to the upper end,  r = exp(l(x)),
 
@@ -17,15 +17,15 @@ The cell about l = 0 can be very wide; its masses are what is missing to
 
     int_(s/2) (P + Q) = 1      and      int_(s/2) (Q - P) = 2 int_0^(s/2) f.
 
-**Errors.** Log-densities are known up to a few eps of their size, so the loss at the end of a cell is off by some eta. A mass
-whose loss is eta beyond the end is spread to that end and the next grid point, a share of eta/h to the latter; and
-rounding misplaces a share of about as much between the two ends. Both are paid for by moving such a share of the mass under
-Q to the next larger loss. That is a spread as well, from r to 0 and to the larger one: the mass under P that it leaves
-behind is counted in ``zero``. The relative errors of the masses themselves are added.
+**Errors.** Log-densities are known up to a few eps of their size, so the loss at the end of a cell is off by some eta.
+A mass whose loss is eta beyond the end is spread to that end and the next grid point, a share of eta/h to the latter;
+and rounding misplaces a share of about as much between the two ends. Both are paid for by moving such a share of the
+mass under Q to the next larger loss. That is a spread as well, from r to 0 and to the larger one: the mass under P
+that it leaves behind is counted in ``zero``. The relative errors of the masses themselves are added.
 
-**The tail** beyond x_c, of the Gaussian: with V = -log f, 0 <= V'' <= 1/sigma^2, so log of f(x-s)^(1+a) f(x)^(-a) falls at
-least at the rate V'(x_c - s) - a s/sigma^2, and V'(x) >= (x - omega/2)/sigma^2. The integral is at most its first value over
-that rate. The Laplace law has one loss, s/z, beyond its last kink.
+**The tail** beyond x_c, of the Gaussian: with V = -log f, 0 <= V'' <= 1/sigma^2, so log of f(x-s)^(1+a) f(x)^(-a)
+falls at least at the rate V'(x_c - s) - a s/sigma^2, and V'(x) >= (x - omega/2)/sigma^2. The integral is at most its
+first value over that rate. The Laplace law has one loss, s/z, beyond its last kink.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def coordinate(law: Law, shift: float) -> LossDistribution:
 
 
 class _Half:
-    """The half-line x >= s/2; positions are measured from the edge of the uniform, where wide ones keep their digits."""
+    """The half-line x >= s/2, measured from the edge of the uniform so that wide ones keep their digits."""
 
     def __init__(self, law: Law, shift: float, cells: int, omega: float, gaussian: bool) -> None:
         self.law, self.shift, self.gaussian, self.origin = law, shift, gaussian, omega / 2
@@ -138,7 +138,8 @@ class _Half:
         size = edges.size - 1
         worst = np.zeros(size)
         np.maximum.at(worst, number, error)
-        return np.bincount(number, mass * (1 - up), size), np.bincount(number, mass * up, size), worst
+        lower, upper = (np.bincount(number, part, size).astype(np.float64) for part in (mass * (1 - up), mass * up))
+        return lower, upper, worst
 
     def difference(self) -> float:
         """2 int_0^(s/2) f, the total variation of the pair."""

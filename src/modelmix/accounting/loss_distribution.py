@@ -1,22 +1,22 @@
 r"""Privacy losses on a grid that dominate the true ones, and their sums, rounded upward.
 
 A pair of laws P (without the sample) and Q (with it) is known by the law of its loss log dQ/dP. A ``LossDistribution``
-holds masses under Q at the losses k * step, k a whole number, so that 0 and every sum of losses are grid points. The mass
-under P of an entry is its mass under Q times exp(-loss).
+holds masses under Q at the losses k * step, k a whole number, so that 0 and every sum of losses are grid points. The
+mass under P of an entry is its mass under Q times exp(-loss).
 
 **It dominates.** Where a loss lies between two grid points, its masses under both laws are spread over the two so that
-both totals are kept. For a convex function phi of the ratio r = dQ/dP that raises E_P[phi(r)] (Jensen), whatever further
-independent factors r is multiplied with. Hence it stays an upper bound through sums, sampling and composition.
+both totals are kept. For a convex function phi of the ratio r = dQ/dP that raises E_P[phi(r)] (Jensen), whatever
+further independent factors r is multiplied with. Hence it stays an upper bound through sums, sampling and composition.
 
 **It errs upward.** For phi >= 0 more mass is a larger expectation. Each stored mass is at least that of one dominating
 law: every error (quadrature, rounding, noise of the Fourier transforms) is bounded and added, none is subtracted. What
 lies beyond the grid on the right is kept as ``tail``, a bound on E_Q[r^0.04] over it; what has r = 0, as ``zero``.
 
 **Fourier noise.** A transform of length N has a relative error of at most e = 8 eps log2(N) in the Euclidean norm: that
-is more than twice the bound for radix 2 with accurate weights (Higham, *Accuracy and Stability of Numerical Algorithms*,
-Theorem 24.2). For a nonnegative vector m of sum at most 1, ||m^||_2 = sqrt(N) ||m||_2; raising to the power T multiplies an
-error of a frequency by at most T (1 + e sqrt(N) ||m||_2)^(T-1), each multiplication adds 2 eps, and the inverse transform
-divides by sqrt(N) again. So every entry of the T-fold sum is off by at most
+is more than twice the bound for radix 2 with accurate weights (Higham, *Accuracy and Stability of Numerical
+Algorithms*, Theorem 24.2). For a nonnegative vector m of sum at most 1, ||m^||_2 = sqrt(N) ||m||_2; raising to the
+power T multiplies an error of a frequency by at most T (1 + e sqrt(N) ||m||_2)^(T-1), each multiplication adds 2 eps,
+and the inverse transform divides by sqrt(N) again. So every entry of the T-fold sum is off by at most
 
     eta = (1 + e sqrt(N) ||m||_2)^(T-1) ||m||_2 (T (e + 2 eps) + 2 e).
 
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from modelmix.accounting.functions import Array
 
@@ -70,7 +71,7 @@ class LossDistribution:
 
     @cached_property
     def losses(self) -> Array:
-        return self.step * np.arange(self.first, self.first + self.mass.size)
+        return np.asarray(self.step * np.arange(self.first, self.first + self.mass.size), np.float64)
 
     @property
     def last(self) -> int:
@@ -117,8 +118,9 @@ Part = tuple[LossDistribution, int]
 def on_grid(losses: Array, mass: Array, step: float, zero: float = 0.0, tail: float = 0.0) -> LossDistribution:
     """Spread masses at any losses to the grid points on either side, keeping the totals under both laws.
 
-    A loss is taken to be off by at most 60 eps of its size; that, and the rounding of its distance to the grid point, is
-    64 eps |loss| / step of a cell. So much more goes to the upper end; what that leaves behind under P goes to ``zero``.
+    A loss is taken to be off by at most 60 eps of its size; that, and the rounding of its distance to the grid point,
+    is 64 eps |loss| / step of a cell. So much more goes to the upper end; what that leaves behind under P goes to
+    ``zero``.
     """
     index = np.floor(losses / step)
     low, high = float(index.min()), float(index.max())
@@ -130,7 +132,7 @@ def on_grid(losses: Array, mass: Array, step: float, zero: float = 0.0, tail: fl
     place = (index - low).astype(np.int64)
     size = int(high - low) + 2
     share = np.minimum(1.0, up + slack)
-    out = np.bincount(place, mass * (1 - share), size) + np.bincount(place + 1, mass * share, size)
+    out = np.asarray(np.bincount(place, mass * (1 - share), size) + np.bincount(place + 1, mass * share, size), float)
     left_behind = float(np.sum(mass * slack * step * np.exp(np.minimum(-step * index, 700.0))))
     crowd = int(np.bincount(place).max())
     return LossDistribution(step, int(low), out * (1 + 2 * _EPS * (crowd + 4)), zero + left_behind, tail)
@@ -242,7 +244,7 @@ def _summed(parts: Sequence[Part]) -> LossDistribution:
 
 
 def added_tail(parts: Sequence[Part], last: int, tilts: Array) -> float:
-    """Bound on E_Q[r^EXTRA] over the tails of a sum of losses, and by Chernoff over what is on the grid past ``last``."""
+    """Bound on E_Q[r^EXTRA] over the tails of a sum, and by Chernoff over what is on the grid past ``last``."""
     log_all = sum(count * math.log(math.exp(part.log_moment(EXTRA)) + part.tail) for part, count in parts)
     tail = sum(count * part.tail for part, count in parts) * math.exp(min(600.0, max(0.0, log_all))) * (1 + 1e-9)
     if last >= sum(count * part.last for part, count in parts):
@@ -258,8 +260,8 @@ def added_tail(parts: Sequence[Part], last: int, tilts: Array) -> float:
 def tilted_total(parts: Sequence[Part], tilt: float, lost: float) -> LossDistribution:
     """The sum of independent losses, accurate where ``tilt`` centres it and right, rounded up, everywhere.
 
-    Outside the window that is kept, a share ``lost`` of the tilted sum is wrapped around, or moved to the left end, or put
-    into the tail. For what depends on the masses under Q alone: ``zero`` is left out.
+    Outside the window that is kept, a share ``lost`` of the tilted sum is wrapped around, or moved to the left end, or
+    put into the tail. For what depends on the masses under Q alone: ``zero`` is left out.
     """
     low, high, tilts = tilted_window(parts, tilt, lost)
     if high - low > _MOST_POINTS:
@@ -277,7 +279,7 @@ def _log_moment(parts: Sequence[Part], theta: float) -> float:
 
 
 def tilted_window(parts: Sequence[Part], tilt: float, lost: float) -> tuple[int, int, list[float]]:
-    """Grid points that hold the tilted sum but for a share ``lost``, and the tilts that Chernoff's bound was taken at."""
+    """Grid points that hold the tilted sum but for a share ``lost``, and the tilts of Chernoff's bounds on that."""
     step = parts[0][0].step
     nudge = 1e-3 * tilt
     here, up, down = (_log_moment(parts, theta) for theta in (tilt, tilt + nudge, tilt - nudge))
@@ -297,7 +299,7 @@ def tilted_window(parts: Sequence[Part], tilt: float, lost: float) -> tuple[int,
 
 
 def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> Array:
-    """Upper bounds on the masses of a sum at the grid points ``low`` to ``high``, sharp where tilting by theta centres it.
+    """Upper bounds on the masses of a sum at the points ``low`` to ``high``, sharp where tilting by theta centres it.
 
     All parts lie on one grid. See the module for the noise that is added.
     """
@@ -328,15 +330,15 @@ def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> Arra
     noise = 1.01 * (noise + 2 * transform * max(norms)) * math.exp(min(600.0, growth))
     found = np.maximum(np.fft.irfft(product, size), 0.0) + noise
     numbers = np.arange(low, high + 1)
-    exponent = scale - theta * step * numbers
-    exponent += rounding + 8 * _EPS * (4 + abs(scale) + np.abs(theta * step * numbers))
+    back = scale - theta * step * numbers
+    back += rounding + 8 * _EPS * (4 + abs(scale) + np.abs(theta * step * numbers))
     with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(np.take(found, (numbers - offset) % size) * np.exp(np.minimum(exponent, 700.0)))
+        return np.asarray(np.take(found, (numbers - offset) % size) * np.exp(np.minimum(back, 700.0)))
 
 
-def _power(values: np.ndarray, count: int) -> np.ndarray:  # type: ignore[type-arg]
+def _power(values: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
     """values^count by repeated squaring, count - 1 products at most in relative error."""
-    out = None
+    out: NDArray[np.complex128] | None = None
     with np.errstate(under="ignore"):
         while count:
             if count & 1:
