@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy as np
 from modelmix.accounting.cone import Bound, HockeyStick, best_for_delta, best_for_epsilon
 from modelmix.accounting.coordinate_losses import coordinate
 from modelmix.accounting.functions import Array
-from modelmix.accounting.laws import Laplace, known
+from modelmix.accounting.laws import Gaussian, Laplace, known
 from modelmix.accounting.ledger import Phase
 from modelmix.accounting.loss_distribution import (
     EXTRA,
@@ -45,13 +45,15 @@ from modelmix.accounting.mechanism import Mechanism
 FINE, ROUGH = 2e-5, 1e-3
 """What the grid of the steps may add to epsilon, as a fraction of it."""
 _MOST_MECHANISMS = 128
-_WRAPPED, _WRAPPED_BLOCK = 1e-11, 1e-9  # shares of the tilted sum
+_WRAPPED, _WRAPPED_BLOCK = 1e-17, 1e-14  # shares of the tilted sum
 _STAGE_POINTS = 2**18
 _FEW = 8
 _LARGEST_EPSILON = 3000.0  # exponentials of more overflow
 _SMALLEST_STEP = 1e-9
 _LEAST_LOG_MASS = -110.0
-_LOOKS = 12
+_LOOKS = 8
+_FINE_ENOUGH = 0.6  # of a grid that would be taken had one known the answer
+_LOST = 1e-12  # of delta, into the tails of single steps
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -81,8 +83,15 @@ class SampledLosses:
 
 @lru_cache(maxsize=160)
 def gradient_losses(vertex: Vertex) -> LossDistribution:
-    """The losses of a whole gradient: of all its coordinates, and of its embedding if it has one."""
-    return total([(coordinate(law, size), count) for law, size, count in vertex])
+    """The losses of a whole gradient: of all its coordinates, and of its embedding if it has one.
+
+    Under plain Gaussian noise only the l2 norm counts.
+    """
+    parts = [
+        (law, size * math.sqrt(count) * (1 + 4 * _EPS), 1) if type(law) is Gaussian else (law, size, count)
+        for law, size, count in vertex
+    ]
+    return total([(coordinate(law, size), count) for law, size, count in parts])
 
 
 @lru_cache(maxsize=160)
@@ -132,38 +141,31 @@ def _without_excess(losses: Array, mass: Array, tail: float) -> SampledLosses:
     return SampledLosses(losses[positive], mass[positive], tail)
 
 
-@dataclass(frozen=True)
-class _Question:
-    """At a delta, at an epsilon, or at a delta near an epsilon; and how finely."""
-
-    delta: float | None
-    epsilon: float | None
-    tolerance: float
+Steps = list[tuple[SampledLosses, int]]
+"""Losses of one step, and of how many."""
 
 
-def _centre(steps: Sequence[tuple[SampledLosses, int]], question: _Question) -> tuple[float, float]:
-    """(tilt, epsilon) where Chernoff's bound is best: where the answer will be."""
+def _chernoff(steps: Steps, delta: float | None, epsilon: float | None) -> tuple[float, float]:
+    """(tilt, epsilon) where Chernoff's bound is best at a delta or at an epsilon: about where the answer will be."""
     rough = [(_grouped(losses), count) for losses, count in steps]
 
     def log_moment(theta: float) -> float:
         return sum(count * losses.log_moment(theta) for losses, count in rough)
 
     def worth(theta: float) -> float:
-        if question.epsilon is not None:
-            return log_moment(theta) - theta * question.epsilon
-        assert question.delta is not None
+        if delta is None:
+            assert epsilon is not None
+            return log_moment(theta) - theta * epsilon
         order = 1 + theta
-        return (log_moment(theta) + theta * math.log1p(-1 / order) - math.log(question.delta * order)) / theta
+        return (log_moment(theta) + theta * math.log1p(-1 / order) - math.log(delta * order)) / theta
 
     tilts = list(np.geomspace(1e-3, 1e7, 41))
-    values = [worth(theta) for theta in tilts]
-    for _ in range(4):
-        best = int(np.nanargmin(values))
-        low, high = tilts[max(best - 1, 0)], tilts[min(best + 1, len(tilts) - 1)]
-        tilts = list(np.geomspace(low, high, 7))
+    for _ in range(5):
         values = [worth(theta) for theta in tilts]
-    best = int(np.nanargmin(values))
-    return float(tilts[best]), float(question.epsilon if question.epsilon is not None else values[best])
+        best = int(np.nanargmin(values))
+        found = float(tilts[best]), float(values[best])
+        tilts = list(np.geomspace(tilts[max(best - 1, 0)], tilts[min(best + 1, len(tilts) - 1)], 7))
+    return found[0], found[1] if epsilon is None else epsilon
 
 
 def _grouped(losses: SampledLosses, most: int = 1500) -> SampledLosses:
@@ -174,36 +176,43 @@ def _grouped(losses: SampledLosses, most: int = 1500) -> SampledLosses:
     return SampledLosses(np.add.reduceat(losses.mass * losses.losses, starts) / mass, mass, 0.0)
 
 
-def _grid_step(steps: Sequence[tuple[SampledLosses, int]], tilt: float, epsilon: float, tolerance: float) -> float:
-    """The coarsest grid that adds at most a fraction to epsilon: half the added variance times the order."""
-    allowed = 2 * tolerance * max(epsilon, 0.05 / (1 + tilt)) / (1 + tilt)
-    # A spread over steps of h adds at most h^2/4 to a variance.
-    step = 2 * math.sqrt(allowed / sum(count for _, count in steps))
-    best = step
-    for larger in step * 1.5 ** np.arange(1, 12):
-        if sum(count * losses.extra_variance(float(larger)) for losses, count in steps) > allowed:
-            break
-        best = float(larger)
-    return max(min(best, 0.3 / (1 + tilt)), _SMALLEST_STEP)
+@dataclass(frozen=True)
+class _Look:
+    """Where to look: a tilt that centres the sum there, about epsilon, how steeply delta falls, what may be lost."""
+
+    tilt: float
+    epsilon: float
+    steepness: float
+    lost: float
+    tolerance: float
+
+    def grid_step(self, steps: Steps) -> float:
+        """The coarsest grid that adds at most a fraction to epsilon: half the added variance times the order."""
+        order = 1 + self.steepness
+        allowed = 2 * self.tolerance * max(self.epsilon, 0.05 / order) / order
+        # A spread over steps of h adds at most h^2/4 to a variance.
+        step = best = 2 * math.sqrt(allowed / sum(count for _, count in steps))
+        for larger in step * 1.5 ** np.arange(1, 12):
+            if sum(count * losses.extra_variance(float(larger)) for losses, count in steps) > allowed:
+                break
+            best = float(larger)
+        return max(min(best, 0.3 / order), _SMALLEST_STEP)
 
 
-def _composed(steps: Sequence[tuple[SampledLosses, int]], question: _Question) -> tuple[LossDistribution, float]:
-    """The law of the sum of all steps' losses where the answer depends on it, and how steeply it falls there."""
-    tilt, epsilon = _centre(steps, question)
-    if not epsilon < _LARGEST_EPSILON:
-        raise TooLarge(f"loss distributions are not asked where epsilon is about {epsilon:.1e}")
-    count = sum(number for _, number in steps)
-    step = _grid_step(steps, tilt, max(epsilon, 0.0), question.tolerance)
-    lost = 1e-40 if question.delta is None else 1e-9 * question.delta / count
-    parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(max(lost, 1e-290)), n) for s, n in steps]
+def _composed(steps: Steps, look: _Look, step: float) -> LossDistribution:
+    """The law of the sum of all steps' losses, where one looks."""
+    if not look.epsilon < _LARGEST_EPSILON:
+        raise TooLarge(f"loss distributions are not asked where epsilon is about {look.epsilon:.1e}")
+    lost = max(look.lost / sum(count for _, count in steps), 1e-290)
+    parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(lost), n) for s, n in steps]
     while True:
-        low, high, _ = tilted_window(parts, tilt, _WRAPPED)
+        low, high, _ = tilted_window(parts, look.tilt, _WRAPPED)
         most = max(n for _, n in parts)
         if high - low <= _STAGE_POINTS or most < _FEW:
-            return tilted_total(parts, tilt, _WRAPPED), tilt
+            return tilted_total(parts, look.tilt, _WRAPPED)
         # Widths grow like the root of the count.
         share = min(most * (_STAGE_POINTS / (1.2 * (high - low))) ** 2, most / 4)
-        parts = _blocks(parts, max(2, int(share)), tilt)
+        parts = _blocks(parts, max(2, int(share)), look.tilt)
 
 
 def _blocks(parts: Sequence[Part], share: int, tilt: float) -> list[Part]:
@@ -213,7 +222,7 @@ def _blocks(parts: Sequence[Part], share: int, tilt: float) -> list[Part]:
     for loss, count in parts:
         for steps, times in ((share, count // share), (count % share, 1)):
             if steps and times:
-                block = loss if steps == 1 else tilted_total([(loss, steps)], tilt, _WRAPPED_BLOCK / times)
+                block = loss if steps == 1 else tilted_total([(loss, steps)], tilt, _WRAPPED_BLOCK / times).with_noise()
                 out.append((regridded(block, step), times))
     return out
 
@@ -237,7 +246,7 @@ def _vertices(mechanism: Mechanism, which: int) -> Vertex:
     return bounds[min(which, len(bounds) - 1)]
 
 
-def _directions(phases: Sequence[Phase], which: int) -> list[tuple[list[tuple[SampledLosses, int]], bool]]:
+def _directions(phases: Sequence[Phase], which: int) -> list[tuple[Steps, bool]]:
     """The steps of each direction that has to be looked at, and whether the hockey stick is sound for them."""
     exact = hockey_stick_is_sound(phases)
     counts: dict[tuple[Vertex, float], int] = {}
@@ -271,17 +280,31 @@ def loss_epsilon(phases: tuple[Phase, ...], delta: float, tolerance: float = FIN
     return (found, None) if math.isfinite(found) else (math.inf, "the losses reach beyond their grid")
 
 
-def _epsilon(steps: list[tuple[SampledLosses, int]], exact: bool, delta: float, tolerance: float) -> float:
-    question, found = _Question(delta, None, tolerance), math.inf
+def _epsilon(steps: Steps, exact: bool, delta: float, tolerance: float) -> float:
+    tilt, guess = _chernoff(steps, delta, None)
+    look, found = _Look(tilt, max(guess, 0.0), tilt, _LOST * delta, tolerance), math.inf
+    step = look.grid_step(steps)
     for _ in range(_LOOKS):
-        loss, tilt = _composed(steps, question)
-        bound: Bound = HockeyStick() if exact else best_for_delta(loss, delta, tilt)
-        least = bound.least(loss)
-        found = min(found, bound.epsilon(loss, delta))
-        if found > least or least == 0:
+        loss = _composed(steps, look, step)
+        bound: Bound = HockeyStick() if exact else best_for_delta(loss, delta, look.tilt)
+        found, least = min(found, bound.epsilon(loss, delta)), bound.least(loss)
+        if found <= least and least > 0:  # Chernoff's bound was far off: further left
+            tilt, guess = _chernoff(steps, None, least / 2)
+            look = replace(look, tilt=tilt, epsilon=guess)
+        else:
+            look = replace(look, epsilon=found, steepness=max(look.tilt, _steepness(loss, found)))
+        finer = look.grid_step(steps)
+        if finer > _FINE_ENOUGH * step and (found > least or least == 0):
             break
-        question = _Question(delta, least / 2, tolerance)  # Chernoff's bound was far off: look further left
+        step = finer
     return found
+
+
+def _steepness(loss: LossDistribution, epsilon: float) -> float:
+    """About the slope of log delta."""
+    away = max(3 * loss.step, 1e-3 * epsilon)
+    here, there = (HockeyStick().delta(loss, e) for e in (epsilon, epsilon + away))
+    return math.log(here / there) / away if there > 0 else 1 / away
 
 
 @lru_cache(maxsize=512)
@@ -299,7 +322,16 @@ def loss_delta(phases: tuple[Phase, ...], epsilon: float, tolerance: float = FIN
     return min(1.0, drawn, found) if not math.isnan(found) else min(1.0, drawn)
 
 
-def _delta(steps: list[tuple[SampledLosses, int]], exact: bool, epsilon: float, tolerance: float) -> float:
-    loss, tilt = _composed(steps, _Question(None, epsilon, tolerance))
-    bound: Bound = HockeyStick() if exact else best_for_epsilon(loss, epsilon, tilt)
-    return bound.delta(loss, epsilon)
+def _delta(steps: Steps, exact: bool, epsilon: float, tolerance: float) -> float:
+    tilt, _ = _chernoff(steps, None, epsilon)
+    look, found = _Look(tilt, epsilon, tilt, 1e-20, ROUGH), math.inf
+    for _ in range(_LOOKS):
+        loss = _composed(steps, look, look.grid_step(steps))
+        bound: Bound = HockeyStick() if exact else best_for_epsilon(loss, epsilon, look.tilt)
+        last, found = found, min(found, bound.delta(loss, epsilon))
+        if not 1e-250 < found < 0.99 * last:
+            break
+        tilt, _ = _chernoff(steps, min(found, 0.5), None)
+        steepness = max(tilt, _steepness(loss, epsilon))
+        look = _Look(tilt, epsilon, steepness, _LOST * min(found, 1.0), tolerance)
+    return found

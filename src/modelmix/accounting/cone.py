@@ -46,15 +46,14 @@ _UP = 1 + 1e-9  # sums of a million positive numbers, each rounded a few times, 
 
 def growth(y: Array) -> Array:
     """G(y) = Psi(e^y) e^(-y) for y >= 0, and 0 below."""
-    y = np.maximum(y, 0.0)
-    out = np.empty_like(y)
-    small = y < _SMALL
-    s, t = y[small], y[~small]
+    out = np.zeros_like(y)
+    small, large = (y > 0) & (y < _SMALL), y >= _SMALL
+    s, t = y[small], y[large]
     total = np.zeros_like(s)
     for coefficient in _SERIES[:2:-1]:
         total = total * s + coefficient
     out[small] = total * s**3 * np.exp(-s)
-    out[~small] = _C1 * np.exp((_A1 - 1) * t) - _C2 * np.exp((_A2 - 1) * t) - _LINE - (_C1 - _C2 - _LINE) * np.exp(-t)
+    out[large] = _C1 * np.exp((_A1 - 1) * t) - _C2 * np.exp((_A2 - 1) * t) - _LINE - (_C1 - _C2 - _LINE) * np.exp(-t)
     return out
 
 
@@ -87,8 +86,7 @@ class HockeyStick:
     """The hockey stick itself: exact for a pair that is the worst for every divergence."""
 
     def delta(self, loss: LossDistribution, epsilon: float) -> float:
-        above = loss.losses > epsilon
-        value = float(np.sum(loss.mass[above] * -np.expm1(epsilon - loss.losses[above])))
+        value = loss.expectation(lambda x: -np.expm1(np.minimum(epsilon - x, 0.0)))
         value += max(
             0.0, -math.expm1(min(0.0, epsilon - float(loss.losses[0])))
         )  # for all that may lie left of the grid
@@ -114,8 +112,7 @@ class Cone:
     def delta(self, loss: LossDistribution, epsilon: float) -> float:
         """E[phi(e^L)], with the tail: G(y) <= C1 exp(EXTRA y)."""
         log_kappa = epsilon - self.offset - 1e-14 * (1 + abs(epsilon))
-        above = loss.losses > log_kappa
-        value = float(np.sum(loss.mass[above] * growth(loss.losses[above] - log_kappa)))
+        value = loss.expectation(lambda x: growth(x - log_kappa))
         value += float(growth(loss.losses[:1] - log_kappa)[0])  # for all that may lie left of the grid
         tail = _C1 * math.exp(-EXTRA * log_kappa) * loss.tail
         return (value + tail) / float(slope(np.array([self.y0]))[0]) * _UP
@@ -135,7 +132,7 @@ def best_for_delta(loss: LossDistribution, delta: float, steepness: float) -> Co
     with np.errstate(divide="ignore"):
         values = np.log(np.sum(growth(centres - points[:, None]) * mass, axis=1))  # log E[G(L - k)] falls in k
     held = np.isfinite(values)
-    y0 = _candidates(steepness, 33)
+    y0 = _candidates(loss, steepness, 60)
     kappas = np.interp(-np.log(delta * slope(y0)), -np.minimum.accumulate(values[held]), points[held])
     return best_for_epsilon(loss, float(np.min(kappas + offset(y0))), steepness)
 
@@ -143,11 +140,11 @@ def best_for_delta(loss: LossDistribution, delta: float, steepness: float) -> Co
 def best_for_epsilon(loss: LossDistribution, epsilon: float, steepness: float) -> Cone:
     """About the x0 with the smallest delta at ``epsilon``: first by groups of losses, then by all."""
     mass, centres = _groups(loss)
-    y0 = _candidates(steepness, 60)
+    y0 = _candidates(loss, steepness, 90)
     with np.errstate(over="ignore"):
         deltas = np.sum(growth(centres - (epsilon - offset(y0))[:, None]) * mass, axis=1) / slope(y0)
     best = int(np.argmin(deltas))
-    low, high = math.log(y0[max(best - 3, 0)]), math.log(y0[min(best + 3, y0.size - 1)])
+    low, high = math.log(y0[max(best - 2, 0)]), math.log(y0[min(best + 2, y0.size - 1)])
     if high > low:
         found = optimize.minimize_scalar(
             lambda log_y0: Cone(math.exp(log_y0)).delta(loss, epsilon),
@@ -159,9 +156,10 @@ def best_for_epsilon(loss: LossDistribution, epsilon: float, steepness: float) -
     return Cone(float(y0[best]))
 
 
-def _candidates(steepness: float, count: int) -> Array:
-    # For a tail exp(-k L) with a large k the best y0 is 3/k.
-    return np.clip(np.geomspace(0.3, 30, count) / steepness, 1e-4, _LARGEST_Y)
+def _candidates(loss: LossDistribution, steepness: float, count: int) -> Array:
+    # For a tail exp(-k L) with a large k the best y0 is 3/k, and k may be larger than the tilt says.
+    most = min(30 / steepness, _LARGEST_Y)
+    return np.geomspace(min(max(1.5 * loss.step, 1e-4), 0.1 * most), most, count)
 
 
 def _groups(loss: LossDistribution) -> tuple[Array, Array]:

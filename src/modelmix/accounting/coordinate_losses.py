@@ -41,8 +41,8 @@ from modelmix.accounting.loss_distribution import EXTRA, LossDistribution, TooLa
 from modelmix.errors import UnprovedError
 
 _EPS = float(np.finfo(np.float64).eps)
-_CELLS = 160  # grid points for a loss of s/z, or more:
-_COARSEST = 0.04
+_CELLS = 224  # grid points for a loss of s/z, or more:
+_COARSEST = 0.03
 _REACH = 13.0  # standard deviations of Gaussian noise that lie on the grid, beyond the edge of the uniform
 _PANEL = 0.125
 _X, _W = np.polynomial.legendre.leggauss(10)

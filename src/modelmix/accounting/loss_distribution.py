@@ -16,7 +16,8 @@ lies beyond the grid on the right is kept as ``tail``, a bound on E_Q[r^0.04] ov
 is more than twice the bound for radix 2 with accurate weights (Higham, *Accuracy and Stability of Numerical
 Algorithms*, Theorem 24.2). For a nonnegative vector m of sum at most 1, ||m^||_2 = sqrt(N) ||m||_2; raising to the
 power T multiplies an error of a frequency by at most T (1 + e sqrt(N) ||m||_2)^(T-1), each multiplication adds 2 eps,
-and the inverse transform divides by sqrt(N) again. So every entry of the T-fold sum is off by at most
+and the inverse transform divides by sqrt(N) again. So the T-fold sum is off in the Euclidean norm, hence in every
+entry, by at most
 
     eta = (1 + e sqrt(N) ||m||_2)^(T-1) ||m||_2 (T (e + 2 eps) + 2 e).
 
@@ -28,8 +29,8 @@ several tilts counts. What a circular sum wraps around is mass added in the wron
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -44,7 +45,7 @@ _LOG_LOST = -90.0  # of the mass beyond a window that is to keep everything
 _MOST_POINTS = 2**20
 _FINE_POINTS = 2**16  # from here on sums of sums, on a coarser grid each time, are faster
 _TILTS = 9
-_PER_DEVIATION = 200.0  # grid points for each standard deviation of a sum that is put on a coarser grid
+_PER_DEVIATION = 280.0  # grid points for each standard deviation of a sum that is put on a coarser grid
 
 
 class TooLarge(Exception):  # noqa: N818
@@ -61,6 +62,7 @@ class LossDistribution:
         mass: masses under Q, the law with the sample.
         zero: mass under P where the ratio is 0.
         tail: bound on E_Q[r^EXTRA] over all that is not on the grid; it has r >= 1.
+        noise: where given, what the masses may lack is noise * v for some v with |v|_2 <= 1, and has not been added.
     """
 
     step: float
@@ -68,6 +70,7 @@ class LossDistribution:
     mass: Array
     zero: float = 0.0
     tail: float = 0.0
+    noise: Array | None = None
 
     @cached_property
     def losses(self) -> Array:
@@ -90,6 +93,16 @@ class LossDistribution:
         total = float(self.mass.sum())
         mean = float(np.sum(self.mass * self.losses)) / total
         return math.sqrt(float(np.sum(self.mass * (self.losses - mean) ** 2)) / total)
+
+    def with_noise(self) -> LossDistribution:
+        """The same with the noise added to every mass."""
+        return self if self.noise is None else replace(self, mass=self.mass + self.noise, noise=None)
+
+    def expectation(self, weights: Callable[[Array], Array]) -> float:
+        """Upper bound on E_Q[w(loss)] over the grid for some w >= 0; noise in the Euclidean norm is Cauchy and Schwarz's."""
+        weight = weights(self.losses)
+        value = float(np.sum(self.mass * weight))
+        return value if self.noise is None else value + math.sqrt(float(np.sum((self.noise * weight) ** 2)))
 
     def pruned(self, lost: float) -> LossDistribution:
         """Without what is negligible at both ends: on the right it goes into the tail, on the left it moves right."""
@@ -228,7 +241,7 @@ def _summed(parts: Sequence[Part]) -> LossDistribution:
     chosen = np.unique(np.concatenate([[-1.0, 0.0], np.interp(centres, means, tilts)]))
     mass = np.full(high - low + 1, np.inf)
     for theta in chosen:
-        np.minimum(mass, tilted_sum(parts, float(theta), low, high), out=mass)
+        np.minimum(mass, np.add(*tilted_sum(parts, float(theta), low, high)), out=mass)
     # Nothing has more mass than everything.
     mass = np.minimum(mass, 1.01 * math.exp(min(600.0, sum(c * part.log_moment(0.0) for part, c in parts))))
     left = tilts < -1.3
@@ -267,11 +280,13 @@ def tilted_total(parts: Sequence[Part], tilt: float, lost: float) -> LossDistrib
     if high - low > _MOST_POINTS:
         raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
     step = parts[0][0].step
-    mass = tilted_sum(parts, tilt, low, high)
+    mass, noise = tilted_sum(parts, tilt, low, high)
     if low > sum(count * part.first for part, count in parts):
         lighter = [theta for theta in tilts if theta < 0] or [-0.1 * abs(tilt), -tilt]
         mass[0] += min(1.01, *(math.exp(min(600.0, _log_moment(parts, t) - t * low * step)) for t in lighter))
-    return LossDistribution(step, low, mass, 0.0, added_tail(parts, high, np.array([t for t in tilts if t > tilt])))
+    return LossDistribution(
+        step, low, mass, 0.0, added_tail(parts, high, np.array([t for t in tilts if t > tilt])), noise
+    )
 
 
 def _log_moment(parts: Sequence[Part], theta: float) -> float:
@@ -298,10 +313,10 @@ def tilted_window(parts: Sequence[Part], tilt: float, lost: float) -> tuple[int,
     return max(first, math.floor(low / step)), min(last, math.ceil(high / step)), tilts
 
 
-def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> Array:
+def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> tuple[Array, Array]:
     """Upper bounds on the masses of a sum at the points ``low`` to ``high``, sharp where tilting by theta centres it.
 
-    All parts lie on one grid. See the module for the noise that is added.
+    All parts lie on one grid. The second result is what the masses may lack: see the module, and ``noise``.
     """
     size = 2 ** max(4, math.ceil(math.log2(high - low + 1)))
     step = parts[0][0].step
@@ -328,12 +343,13 @@ def tilted_sum(parts: Sequence[Part], theta: float, low: int, high: int) -> Arra
         product = factor if product is None else product * factor
     assert product is not None
     noise = 1.01 * (noise + 2 * transform * max(norms)) * math.exp(min(600.0, growth))
-    found = np.maximum(np.fft.irfft(product, size), 0.0) + noise
+    found = np.maximum(np.fft.irfft(product, size), 0.0)
     numbers = np.arange(low, high + 1)
     back = scale - theta * step * numbers
     back += rounding + 8 * _EPS * (4 + abs(scale) + np.abs(theta * step * numbers))
     with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(np.take(found, (numbers - offset) % size) * np.exp(np.minimum(back, 700.0)))
+        scales = np.exp(np.minimum(back, 700.0))
+        return np.asarray(np.take(found, (numbers - offset) % size) * scales), np.asarray(noise * scales)
 
 
 def _power(values: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
