@@ -53,7 +53,8 @@ _SMALLEST_STEP = 1e-9
 _LEAST_LOG_MASS = -110.0
 _LOOKS = 8
 _FINE_ENOUGH = 0.6  # of a grid that would be taken had one known the answer
-_LOST = 1e-12  # of delta, into the tails of single steps
+_LOST = 1e-9  # of delta, into the tails of single steps
+_MORE_TILTS = 5
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -183,8 +184,9 @@ class _Look:
     tilt: float
     epsilon: float
     steepness: float
-    lost: float
+    delta: float
     tolerance: float
+    more_tilts: int = 0
 
     def grid_step(self, steps: Steps) -> float:
         """The coarsest grid that adds at most a fraction to epsilon: half the added variance times the order."""
@@ -203,13 +205,14 @@ def _composed(steps: Steps, look: _Look, step: float) -> LossDistribution:
     """The law of the sum of all steps' losses, where one looks."""
     if not look.epsilon < _LARGEST_EPSILON:
         raise TooLarge(f"loss distributions are not asked where epsilon is about {look.epsilon:.1e}")
-    lost = max(look.lost / sum(count for _, count in steps), 1e-290)
+    # What goes into tails counts many times where delta falls steeply; rare large losses, if kept, need wide windows.
+    lost = max(_LOST * look.delta / max(1.0, look.steepness / 100) / sum(count for _, count in steps), 1e-290)
     parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(lost), n) for s, n in steps]
     while True:
         low, high, _ = tilted_window(parts, look.tilt, _WRAPPED)
         most = max(n for _, n in parts)
         if high - low <= _STAGE_POINTS or most < _FEW:
-            return tilted_total(parts, look.tilt, _WRAPPED)
+            return tilted_total(parts, look.tilt, _WRAPPED, look.more_tilts)
         # Widths grow like the root of the count.
         share = min(most * (_STAGE_POINTS / (1.2 * (high - low))) ** 2, most / 4)
         parts = _blocks(parts, max(2, int(share)), look.tilt)
@@ -282,7 +285,7 @@ def loss_epsilon(phases: tuple[Phase, ...], delta: float, tolerance: float = FIN
 
 def _epsilon(steps: Steps, exact: bool, delta: float, tolerance: float) -> float:
     tilt, guess = _chernoff(steps, delta, None)
-    look, found = _Look(tilt, max(guess, 0.0), tilt, _LOST * delta, tolerance), math.inf
+    look, found = _Look(tilt, max(guess, 0.0), tilt, delta, tolerance), math.inf
     step = look.grid_step(steps)
     for _ in range(_LOOKS):
         loss = _composed(steps, look, step)
@@ -293,11 +296,16 @@ def _epsilon(steps: Steps, exact: bool, delta: float, tolerance: float) -> float
             look = replace(look, tilt=tilt, epsilon=guess)
         else:
             look = replace(look, epsilon=found, steepness=max(look.tilt, _steepness(loss, found)))
-        finer = look.grid_step(steps)
-        if finer > _FINE_ENOUGH * step and (found > least or least == 0):
+        finer, noisy = look.grid_step(steps), _noisy(bound, loss, found) and not look.more_tilts
+        if finer > _FINE_ENOUGH * step and not noisy and (found > least or least == 0):
             break
-        step = finer
+        step, look = min(step, finer), replace(look, more_tilts=_MORE_TILTS if noisy else look.more_tilts)
     return found
+
+
+def _noisy(bound: Bound, loss: LossDistribution, epsilon: float) -> bool:
+    """Whether Fourier noise is a noticeable part of delta."""
+    return bound.delta(replace(loss, noise=None), epsilon) < (1 - 1e-4) * bound.delta(loss, epsilon)
 
 
 def _steepness(loss: LossDistribution, epsilon: float) -> float:
@@ -324,14 +332,16 @@ def loss_delta(phases: tuple[Phase, ...], epsilon: float, tolerance: float = FIN
 
 def _delta(steps: Steps, exact: bool, epsilon: float, tolerance: float) -> float:
     tilt, _ = _chernoff(steps, None, epsilon)
-    look, found = _Look(tilt, epsilon, tilt, 1e-20, ROUGH), math.inf
+    look, found = _Look(tilt, epsilon, tilt, 1e-11, ROUGH), math.inf
     for _ in range(_LOOKS):
         loss = _composed(steps, look, look.grid_step(steps))
         bound: Bound = HockeyStick() if exact else best_for_epsilon(loss, epsilon, look.tilt)
         last, found = found, min(found, bound.delta(loss, epsilon))
-        if not 1e-250 < found < 0.99 * last:
+        noisy = _noisy(bound, loss, epsilon) and not look.more_tilts
+        if not 1e-250 < found < (1.01 if noisy else 0.99) * last:
             break
         tilt, _ = _chernoff(steps, min(found, 0.5), None)
         steepness = max(tilt, _steepness(loss, epsilon))
-        look = _Look(tilt, epsilon, steepness, _LOST * min(found, 1.0), tolerance)
+        more = _MORE_TILTS if noisy else look.more_tilts
+        look = _Look(tilt, epsilon, steepness, min(found, 1.0), tolerance, more)
     return found

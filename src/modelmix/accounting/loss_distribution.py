@@ -99,7 +99,7 @@ class LossDistribution:
         return self if self.noise is None else replace(self, mass=self.mass + self.noise, noise=None)
 
     def expectation(self, weights: Callable[[Array], Array]) -> float:
-        """Upper bound on E_Q[w(loss)] over the grid for some w >= 0; noise in the Euclidean norm is Cauchy and Schwarz's."""
+        """Upper bound on E_Q[w(loss)] over the grid, w >= 0; with the noise, by Cauchy and Schwarz."""
         weight = weights(self.losses)
         value = float(np.sum(self.mass * weight))
         return value if self.noise is None else value + math.sqrt(float(np.sum((self.noise * weight) ** 2)))
@@ -270,23 +270,29 @@ def added_tail(parts: Sequence[Part], last: int, tilts: Array) -> float:
     return tail + math.exp(min(600.0, float(min(exponents))))
 
 
-def tilted_total(parts: Sequence[Part], tilt: float, lost: float) -> LossDistribution:
+def tilted_total(parts: Sequence[Part], tilt: float, lost: float, more_tilts: int = 0) -> LossDistribution:
     """The sum of independent losses, accurate where ``tilt`` centres it and right, rounded up, everywhere.
 
     Outside the window that is kept, a share ``lost`` of the tilted sum is wrapped around, or moved to the left end, or
-    put into the tail. For what depends on the masses under Q alone: ``zero`` is left out.
+    put into the tail. For what depends on the masses under Q alone: ``zero`` is left out. Each entry is taken from the
+    tilt with the least noise there; with k tilts the noise is k vectors, and sqrt(k) bounds the sum of their norms.
     """
     low, high, tilts = tilted_window(parts, tilt, lost)
     if high - low > _MOST_POINTS:
         raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
     step = parts[0][0].step
     mass, noise = tilted_sum(parts, tilt, low, high)
+    more = tilt * 2.0 ** np.arange(1, more_tilts + 1)
+    for theta in more:
+        other_mass, other_noise = tilted_sum(parts, float(theta), low, high)
+        better = other_noise < noise
+        mass, noise = np.where(better, other_mass, mass), np.where(better, other_noise, noise)
+    noise = noise * math.sqrt(1 + more.size)
     if low > sum(count * part.first for part, count in parts):
         lighter = [theta for theta in tilts if theta < 0] or [-0.1 * abs(tilt), -tilt]
         mass[0] += min(1.01, *(math.exp(min(600.0, _log_moment(parts, t) - t * low * step)) for t in lighter))
-    return LossDistribution(
-        step, low, mass, 0.0, added_tail(parts, high, np.array([t for t in tilts if t > tilt])), noise
-    )
+    heavier = np.array([theta for theta in tilts if theta > tilt])
+    return LossDistribution(step, low, mass, 0.0, added_tail(parts, high, heavier), noise)
 
 
 def _log_moment(parts: Sequence[Part], theta: float) -> float:
