@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy import optimize
 
 from modelmix.accounting.functions import Array
 from modelmix.accounting.loss_distribution import EXTRA, LossDistribution
@@ -134,7 +133,8 @@ def best_for_delta(loss: LossDistribution, delta: float, steepness: float) -> Co
     held = np.isfinite(values)
     y0 = _candidates(loss, steepness, 60)
     kappas = np.interp(-np.log(delta * slope(y0)), -np.minimum.accumulate(values[held]), points[held])
-    return best_for_epsilon(loss, float(np.min(kappas + offset(y0))), steepness)
+    rough = Cone(float(y0[np.argmin(kappas + offset(y0))])).epsilon(loss, delta)
+    return best_for_epsilon(loss, rough, steepness) if math.isfinite(rough) else Cone(float(y0[0]))
 
 
 def best_for_epsilon(loss: LossDistribution, epsilon: float, steepness: float) -> Cone:
@@ -144,16 +144,18 @@ def best_for_epsilon(loss: LossDistribution, epsilon: float, steepness: float) -
     with np.errstate(over="ignore"):
         deltas = np.sum(growth(centres - (epsilon - offset(y0))[:, None]) * mass, axis=1) / slope(y0)
     best = int(np.argmin(deltas))
-    low, high = math.log(y0[max(best - 2, 0)]), math.log(y0[min(best + 2, y0.size - 1)])
-    if high > low:
-        found = optimize.minimize_scalar(
-            lambda log_y0: Cone(math.exp(log_y0)).delta(loss, epsilon),
-            bounds=(low, high),
-            method="bounded",
-            options={"xatol": 2e-3, "maxiter": 9},
-        )
-        return Cone(math.exp(float(found.x)))
-    return Cone(float(y0[best]))
+    near = np.log(y0[[max(best - 1, 0), best, min(best + 1, y0.size - 1)]])
+    for _ in range(3):  # a parabola through three points, whose middle one is the best so far
+        values = [math.log(Cone(math.exp(float(x))).delta(loss, epsilon) + 1e-300) for x in near]
+        (left, middle, right), (low, here, high) = near, values
+        curve = (middle - left) * (here - high) - (middle - right) * (here - low)
+        if curve == 0:
+            break
+        step = (middle - left) ** 2 * (here - high) - (middle - right) ** 2 * (here - low)
+        vertex = float(np.clip(middle - 0.5 * step / curve, left, right))
+        width = 0.25 * (right - left) / 2
+        near = np.array([vertex - width, vertex, vertex + width])
+    return Cone(math.exp(float(near[1])))
 
 
 def _candidates(loss: LossDistribution, steepness: float, count: int) -> Array:
