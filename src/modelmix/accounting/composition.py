@@ -45,12 +45,12 @@ from modelmix.accounting.mechanism import Mechanism
 FINE, ROUGH = 2e-5, 1e-3
 """What the grid of the steps may add to epsilon, as a fraction of it."""
 _MOST_MECHANISMS = 128
-_WRAPPED, _WRAPPED_BLOCK = 1e-17, 1e-14  # shares of the tilted sum
 _STAGE_POINTS = 2**18
 _FEW = 8
 _LARGEST_EPSILON = 3000.0  # exponentials of more overflow
 _SMALLEST_STEP = 1e-9
 _LEAST_LOG_MASS = -110.0
+_LEAST_LOG_DELTA = -90.0
 _LOOKS = 8
 _FINE_ENOUGH = 0.6  # of a grid that would be taken had one known the answer
 _LOST = 1e-9  # of delta, into the tails of single steps
@@ -156,14 +156,16 @@ def _chernoff(steps: Steps, delta: float | None, epsilon: float | None) -> tuple
     def worth(theta: float) -> float:
         if delta is None:
             assert epsilon is not None
-            return log_moment(theta) - theta * epsilon
+            return max(log_moment(theta) - theta * epsilon, _LEAST_LOG_DELTA)
         order = 1 + theta
         return (log_moment(theta) + theta * math.log1p(-1 / order) - math.log(delta * order)) / theta
 
     tilts = list(np.geomspace(1e-3, 1e7, 41))
     for _ in range(5):
         values = [worth(theta) for theta in tilts]
-        best = int(np.nanargmin(values))
+        least = float(np.nanmin(values))
+        # Losses with a largest one have ever better tilts; none is worth a finer grid.
+        best = int(np.argmax(np.array(values) <= least + 1e-5 * abs(least)))
         found = float(tilts[best]), float(values[best])
         tilts = list(np.geomspace(tilts[max(best - 1, 0)], tilts[min(best + 1, len(tilts) - 1)], 7))
     return found[0], found[1] if epsilon is None else epsilon
@@ -206,26 +208,28 @@ def _composed(steps: Steps, look: _Look, step: float) -> LossDistribution:
     if not look.epsilon < _LARGEST_EPSILON:
         raise TooLarge(f"loss distributions are not asked where epsilon is about {look.epsilon:.1e}")
     # What goes into tails counts many times where delta falls steeply; rare large losses, if kept, need wide windows.
-    lost = max(_LOST * look.delta / max(1.0, look.steepness / 100) / sum(count for _, count in steps), 1e-290)
-    parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(lost), n) for s, n in steps]
+    lost = max(_LOST * look.delta / max(1.0, look.steepness / 100), 1e-280)
+    each = lost / sum(count for _, count in steps)
+    parts = [(on_grid(s.losses, s.mass, step, 0.0, s.tail).pruned(each), n) for s, n in steps]
     while True:
-        low, high, _ = tilted_window(parts, look.tilt, _WRAPPED)
+        low, high, _ = tilted_window(parts, look.tilt, lost)
         most = max(n for _, n in parts)
         if high - low <= _STAGE_POINTS or most < _FEW:
-            return tilted_total(parts, look.tilt, _WRAPPED, look.more_tilts)
+            return tilted_total(parts, look.tilt, lost, look.more_tilts)
         # Widths grow like the root of the count.
         share = min(most * (_STAGE_POINTS / (1.2 * (high - low))) ** 2, most / 4)
-        parts = _blocks(parts, max(2, int(share)), look.tilt)
+        parts = _blocks(parts, max(2, int(share)), look.tilt, lost)
 
 
-def _blocks(parts: Sequence[Part], share: int, tilt: float) -> list[Part]:
+def _blocks(parts: Sequence[Part], share: int, tilt: float, lost: float) -> list[Part]:
     """Sums of ``share`` steps each on a grid coarser by the root of that, which adds as little to the variance."""
     step = parts[0][0].step * math.sqrt(share)
+    beyond = lost / sum(count for _, count in parts)
     out = []
     for loss, count in parts:
         for steps, times in ((share, count // share), (count % share, 1)):
             if steps and times:
-                block = loss if steps == 1 else tilted_total([(loss, steps)], tilt, _WRAPPED_BLOCK / times).with_noise()
+                block = loss if steps == 1 else tilted_total([(loss, steps)], tilt, beyond).with_noise()
                 out.append((regridded(block, step), times))
     return out
 

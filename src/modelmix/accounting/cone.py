@@ -131,6 +131,8 @@ def best_for_delta(loss: LossDistribution, delta: float, steepness: float) -> Co
     with np.errstate(divide="ignore"):
         values = np.log(np.sum(growth(centres - points[:, None]) * mass, axis=1))  # log E[G(L - k)] falls in k
     held = np.isfinite(values)
+    if not held.any():
+        return Cone(1.0)  # of no use, and sound
     y0 = _candidates(loss, steepness, 60)
     kappas = np.interp(-np.log(delta * slope(y0)), -np.minimum.accumulate(values[held]), points[held])
     rough = Cone(float(y0[np.argmin(kappas + offset(y0))])).epsilon(loss, delta)

@@ -315,7 +315,9 @@ def _delta(ledger: Ledger, epsilon: float, by: By) -> float:
         found = accountant.delta(ledger, epsilon, conversion=conversion)
     if _by_losses(ledger, by):
         found = min(found, loss_delta(ledger.phases, epsilon))
-    elif by == "pld" or (by == "best" and _worth_distributions(ledger)):
+        if by != "best":
+            return found
+    if by == "pld" or (by == "best" and _worth_distributions(ledger)):
         found = min(found, pld.pld_delta(ledger if by == "pld" else pld.unmixed(ledger), epsilon))
     return min(1.0, found)
 
@@ -451,7 +453,7 @@ def _group_of_two(ledger: Ledger, target: float, by: By) -> Guarantee:
         tighter = _least_for_two(lambda e: loss_delta(ledger.phases, e, ROUGH), target)
         if tighter < found:
             found, proof = tighter, f"{_losses(ledger)}, group of two"
-    elif by == "pld" or (by == "best" and _worth_distributions(ledger)):
+    if (by == "pld" and not _by_losses(ledger, by)) or (by == "best" and _worth_distributions(ledger)):
         tighter = pld.pld_group_epsilon(ledger if by == "pld" else pld.unmixed(ledger), target)
         if tighter < found:
             found, proof = tighter, "PLD, group of two"

@@ -44,6 +44,7 @@ _EPS = float(np.finfo(np.float64).eps)
 _LOG_LOST = -90.0  # of the mass beyond a window that is to keep everything
 _MOST_POINTS = 2**20
 _FINE_POINTS = 2**16  # from here on sums of sums, on a coarser grid each time, are faster
+_LOG_LEFT, _LOG_RIGHT = -32.0, -28.0  # of the shares of a tilted sum that lie left and right of its window
 _TILTS = 9
 _PER_DEVIATION = 280.0  # grid points for each standard deviation of a sum that is put on a coarser grid
 
@@ -270,14 +271,15 @@ def added_tail(parts: Sequence[Part], last: int, tilts: Array) -> float:
     return tail + math.exp(min(600.0, float(min(exponents))))
 
 
-def tilted_total(parts: Sequence[Part], tilt: float, lost: float, more_tilts: int = 0) -> LossDistribution:
+def tilted_total(parts: Sequence[Part], tilt: float, beyond: float, more_tilts: int = 0) -> LossDistribution:
     """The sum of independent losses, accurate where ``tilt`` centres it and right, rounded up, everywhere.
 
-    Outside the window that is kept, a share ``lost`` of the tilted sum is wrapped around, or moved to the left end, or
-    put into the tail. For what depends on the masses under Q alone: ``zero`` is left out. Each entry is taken from the
-    tilt with the least noise there; with k tilts the noise is k vectors, and sqrt(k) bounds the sum of their norms.
+    What lies right of the window that is kept is at most about ``beyond`` and goes into the tail; a share of the tilted
+    sum lies left of it and moves to its left end. Both are also wrapped around. For what depends on the masses under Q
+    alone: ``zero`` is left out. Each entry is taken from the tilt with the least noise there; with k tilts the noise
+    is k vectors, and sqrt(k) bounds the sum of their norms.
     """
-    low, high, tilts = tilted_window(parts, tilt, lost)
+    low, high, tilts = tilted_window(parts, tilt, beyond)
     if high - low > _MOST_POINTS:
         raise TooLarge(f"a loss distribution would need {high - low:.1e} points")
     step = parts[0][0].step
@@ -291,28 +293,31 @@ def tilted_total(parts: Sequence[Part], tilt: float, lost: float, more_tilts: in
     if low > sum(count * part.first for part, count in parts):
         lighter = [theta for theta in tilts if theta < 0] or [-0.1 * abs(tilt), -tilt]
         mass[0] += min(1.01, *(math.exp(min(600.0, _log_moment(parts, t) - t * low * step)) for t in lighter))
-    heavier = np.array([theta for theta in tilts if theta > tilt])
-    return LossDistribution(step, low, mass, 0.0, added_tail(parts, high, heavier), noise)
+    return LossDistribution(step, low, mass, 0.0, added_tail(parts, high, np.array(tilts)), noise)
 
 
 def _log_moment(parts: Sequence[Part], theta: float) -> float:
     return sum(count * part.log_moment(theta) for part, count in parts)
 
 
-def tilted_window(parts: Sequence[Part], tilt: float, lost: float) -> tuple[int, int, list[float]]:
-    """Grid points that hold the tilted sum but for a share ``lost``, and the tilts of Chernoff's bounds on that."""
+def tilted_window(parts: Sequence[Part], tilt: float, beyond: float) -> tuple[int, int, list[float]]:
+    """Where the tilted sum lies, up to where ``beyond`` bounds the rest, and the tilts of Chernoff's bounds on that."""
     step = parts[0][0].step
     nudge = 1e-3 * tilt
     here, up, down = (_log_moment(parts, theta) for theta in (tilt, tilt + nudge, tilt - nudge))
     mean = (up - down) / (2 * nudge)
     spread = math.sqrt(max((up - 2 * here + down) / nudge**2, (10 * step) ** 2))
-    low, high = -math.inf, math.inf
+    low, high, share = -math.inf, math.inf, math.inf
     tilts = []
     for away in np.geomspace(0.3, 30, 12) / spread:
         tilts += [tilt - float(away), tilt + float(away)]
-        below, above = (_log_moment(parts, theta) - here - math.log(lost) for theta in tilts[-2:])
-        low, high = max(low, -below / float(away)), min(high, above / float(away))
-    low, high = min(low, mean - 4 * spread), max(high, mean + 4 * spread, step)
+        below, above = (_log_moment(parts, theta) - here for theta in tilts[-2:])
+        low, share = max(low, (_LOG_LEFT - below) / float(away)), min(share, (above - _LOG_RIGHT) / float(away))
+    tilts += [float(theta) for theta in np.geomspace(min(0.1, tilt), tilt, 6)]
+    for theta in tilts:
+        if theta > 2 * EXTRA:
+            high = min(high, (_log_moment(parts, theta) - math.log(beyond)) / (theta - EXTRA))
+    low, high = min(low, mean - 4 * spread), max(high, share, mean + 3 * spread, step)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise TooLarge("the losses reach too far for a grid")
     first, last = (sum(count * end for end, count in ends) for ends in _ends(parts))

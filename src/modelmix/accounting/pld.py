@@ -123,7 +123,7 @@ def _checked(ledger: Ledger) -> Ledger:
         if phase.mechanism.mixed or phase.mechanism.law != "gaussian" or type(phase.mechanism) is not Mechanism:
             raise UnprovedError(
                 "the pair of datasets accounted for is the worst one",
-                "a plain privacy-loss distribution is sound for plain Gaussian DP-SGD and for Laplace noise alone; "
+                "this privacy-loss distribution is known to be sound for plain Gaussian DP-SGD only; "
                 "for mixed Gaussian noise, spreading the gradient over coordinates can raise delta.",
                 'Use guarantee(), which takes the best proved accountant, or by="cone" or "renyi", which cover mixing.',
             )
