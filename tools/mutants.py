@@ -62,6 +62,10 @@ TESTS: dict[str, list[str]] = {
     "accounting/ledger.py": [_A + f"test_{n}.py" for n in ("ledger", "plan", "runs")],
     "accounting/embedding.py": [*_CORE, _A + "test_ledger.py", _A + "test_embedded_mechanism.py"],
     "accounting/pld.py": [_A + "test_pld.py"],
+    **{
+        f"accounting/{name}.py": [_A + "test_losses_mutants.py", _A + "test_losses.py", _A + "test_losses_attacked.py"]
+        for name in ("loss_distribution", "coordinate_losses", "cone", "composition")
+    },
     "accounting/comparison.py": [_A + "test_comparison.py"],
     "accounting/calibration.py": [_A + "test_calibration.py"],
     "_checks.py": ["tests/test_checks.py"],

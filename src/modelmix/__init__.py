@@ -3,7 +3,7 @@
 >>> import modelmix as mm
 >>> mechanism = mm.Mechanism(noise_multiplier=0.335, sample_rate=0.03, mixing_width=11.25, p=100)
 >>> round(mm.epsilon(mechanism, delta=1e-5, steps=3400), 3)
-7.25
+6.86
 """
 
 from importlib import import_module

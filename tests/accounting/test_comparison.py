@@ -81,13 +81,13 @@ def test_the_honest_comparison():
     """ResNet20: mixing is worth a lot against its own noise, and less than a Gaussian of the same variance."""
     mechanism = mm.Mechanism(0.335, 0.03, 11.25, 100)
     result = mm.compare(mechanism, 1e-5, steps=3400)
-    assert result.mechanism.epsilon == pytest.approx(7.2502, abs=1e-4)
+    assert result.mechanism.epsilon == pytest.approx(6.8573, abs=2e-4)
     assert result.plain.epsilon == pytest.approx(277.3, rel=1e-3)
     assert result.equal_variance.epsilon == pytest.approx(2.2323, rel=1e-3)
     assert result.equal_variance_renyi == pytest.approx(2.4297, rel=1e-3)
     assert result.total_std == pytest.approx(3.2648, rel=1e-4)
     same = mm.Mechanism(result.plain_std_at_equal_epsilon, 0.03)
-    assert guarantee(mm.Ledger().add(same, 3400), 1e-5).epsilon == pytest.approx(7.2502, rel=2e-3)
+    assert guarantee(mm.Ledger().add(same, 3400), 1e-5).epsilon == pytest.approx(6.8573, rel=2e-3)
     assert result.plain_std_at_equal_epsilon < result.total_std
 
 
@@ -100,7 +100,8 @@ def test_no_mixing_found_that_beats_its_variance(z, omega, q, steps, p, dimensio
     """Renyi against Renyi: on every point drawn, the Gaussian of the same variance has the smaller epsilon."""
     mechanism = mm.Mechanism(z, q, omega, p, dimension=dimension)
     twin = mm.equal_variance_gaussian(mechanism)
-    assert mm.epsilon(twin, 1e-5, steps=steps) <= mm.epsilon(mechanism, 1e-5, steps=steps) * (1 + 1e-9)
+    ours, theirs = (mm.epsilon(each, 1e-5, steps=steps, by="renyi") for each in (mechanism, twin))
+    assert theirs <= ours * (1 + 1e-9)
 
 
 @settings(max_examples=40)
@@ -127,8 +128,8 @@ def test_the_yardstick_of_truncated_laplace_noise():
 
 
 def test_the_plain_line_bounds_the_mixed_mechanism():
-    """Mixing is post-processing: where the Renyi moments are loose, the line without mixing is the proved value."""
-    ledger = mm.Ledger().add(mm.Mechanism(0.335, 0.03, 2.0), 1000)
+    """Mixing is post-processing: where there is hardly any, the line without mixing is the proved value."""
+    ledger = mm.Ledger().add(mm.Mechanism(0.335, 0.03, 0.02), 1000)
     best = guarantee(ledger, 1e-5)
     assert best.accountant == "PLD"
     assert best.epsilon == guarantee(unmixed(ledger), 1e-5).epsilon
@@ -195,10 +196,13 @@ def test_without_mixing_each_law_keeps_its_own_noise():
     assert unmixed(broken).unproved == equal_variance(broken).unproved == ("a rule",)
 
 
-def test_one_phase_of_other_noise_leaves_the_renyi_value():
+def test_one_phase_of_other_noise_is_beyond_the_tight_accountant():
     ledger = mm.Ledger().add(mm.Mechanism(1.0, 0.1), 4).add(mm.Mechanism(1.0, 0.1, law="laplace"), 6)
     found = guarantee(ledger, 1e-5)
-    assert (found.epsilon, found.accountant) == (mm.epsilon(ledger, 1e-5, by="renyi"), "RDP")
+    assert found.accountant in ("RDP", "PLD cone")
+    assert found.epsilon <= mm.epsilon(ledger, 1e-5, by="renyi")
+    with pytest.raises(mm.UnprovedError):
+        guarantee(ledger, 1e-5, by="pld")
 
 
 def test_the_ends_of_distributions():

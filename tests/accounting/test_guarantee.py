@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -172,12 +172,17 @@ def test_two_empty_ledgers_take_on_the_claim_of_the_second():
 # What a guarantee says.
 
 ASSUMED = (
-    "moments convex in the clipped norm and falling with the width: tested on grids, no written proof known",
+    "moments of an unlisted noise law convex in the clipped norm and falling with the width: on a grid",
     "quadrature error of the moments estimated by halving panels, and added tenfold",
     "the samples in whose directions gradients are embedded are public",
 )
 MIXED, LOUD = mm.Mechanism(1.0, 0.1, 2.0), mm.Mechanism(9.0, 0.1)
 MIXED_LAPLACE = mm.Mechanism(1.0, 0.1, 2.0, law="laplace")
+
+
+@dataclass(frozen=True)
+class Narrow(mm.Gaussian):
+    """A subclass may have changed the density: its worst gradient is not known."""
 
 
 def test_a_bare_guarantee_says_nothing_that_is_not_known():
@@ -243,18 +248,21 @@ def test_a_guarantee_as_plain_data_and_as_text():
         ((), ()),
         ((PLAIN,), ()),
         ((mm.Mechanism(1.0, 0.1, law="laplace"),), ()),
-        ((mm.Mechanism(1.0, 0.1, law="laplace"), MIXED), ASSUMED[:1]),
-        ((PLAIN, MIXED), ASSUMED[:1]),
-        ((MIXED, PLAIN, MIXED_LAPLACE), ASSUMED[:2]),
+        ((mm.Mechanism(1.0, 0.1, law="laplace"), MIXED), ()),
+        ((PLAIN, MIXED), ()),
+        ((MIXED, PLAIN, MIXED_LAPLACE), ASSUMED[1:2]),
         ((PLAIN, mm.EmbeddingMechanism(1.0, 0.1)), ASSUMED[2:]),
-        ((mm.EmbeddingMechanism(1.0, 0.1, 2.0), PLAIN), (ASSUMED[0], ASSUMED[2])),
+        ((mm.EmbeddingMechanism(1.0, 0.1, 2.0), PLAIN), ASSUMED[2:]),
+        ((mm.Mechanism(1.0, 0.1, law=Narrow), PLAIN), ASSUMED[:2]),
     ],
 )
 def test_what_a_number_rests_on_besides_theorems(mechanisms, assumed):
     ledger = mm.Ledger()
     for mechanism in mechanisms:
         ledger = ledger.add(mechanism, 2)
-    assert module.assumptions(ledger) == (*assumed, *module.PRECONDITIONS)
+    assert module.assumptions(ledger) == (*assumed, module.IDEAL, *module.PRECONDITIONS)
+    losses = [line for line in assumed if line != ASSUMED[1] or ASSUMED[0] in assumed]
+    assert module.assumptions(ledger, "PLD cone") == (*losses, module.IDEAL, *module.PRECONDITIONS)
 
 
 # What is asked, without any accountant.
@@ -307,7 +315,7 @@ def test_a_guarantee_carries_the_claim_of_its_ledger(found):
         50,
         3,
         True,
-        (ASSUMED[0], *module.PRECONDITIONS),
+        (module.IDEAL, *module.PRECONDITIONS),
         (),
         (50,),
     )
@@ -389,6 +397,10 @@ def proofs(monkeypatch):
         "worth": True,
         "moments delta": 0.5,
         "pld delta": 0.25,
+        "losses": math.inf,
+        "why": None,
+        "losses delta": 1.0,
+        "losses asked": [],
     }
     asked = said["asked"] = []
 
@@ -416,7 +428,14 @@ def proofs(monkeypatch):
     monkeypatch.setattr(accountant, "delta", moments_delta)
     monkeypatch.setattr(module.pld, "pld_epsilon", distribution)
     monkeypatch.setattr(module.pld, "pld_delta", pld_delta)
+
+    def losses(phases, delta, tolerance=None):
+        said["losses asked"].append((phases, delta, tolerance))
+        return said["losses"], said["why"]
+
     monkeypatch.setattr(module.pld, "one_step_delta", one_step)
+    monkeypatch.setattr(module, "loss_epsilon", losses)
+    monkeypatch.setattr(module, "loss_delta", lambda phases, epsilon, tolerance=None: said["losses delta"])
     return said
 
 
@@ -456,6 +475,37 @@ def test_the_smallest_of_the_proofs_is_taken(worth):
     assert module._best(plain, 1e-5, "best") == replace(moments, accountant="pure", order=math.inf)
     worth.update(order=4.0, RDP=0.0, PLD=-1.0)
     assert module._best(plain, 1e-5, "best").epsilon == 0
+
+
+def test_losses_of_the_worst_gradient_are_one_of_the_proofs(worth):
+    mixed, laplace = mm.Ledger().add(LOUD, 1).add(MIXED, 1), mm.Ledger().add(MIXED_LAPLACE, 2)
+    worth.update(PLD=3.0, losses=1.5)
+    assert module._best(mixed, 1e-5, "best") == mm.Guarantee(1.5, 1e-5, "PLD cone")
+    assert worth["asked"][-2:] == [("worth", mixed, 1.5), ("PLD", unmixed(mixed), None)]
+    worth["PLD"] = 1.25
+    assert module._best(mixed, 1e-5, "best").epsilon == 1.25, "the same noise without mixing may be better still"
+    worth["PLD"] = 3.0
+    assert module._best(laplace, 1e-5, "best") == mm.Guarantee(1.5, 1e-5, "PLD")
+    worth["order"] = math.inf
+    assert module._best(laplace, 1e-5, "best") == mm.Guarantee(1.5, 1e-5, "PLD"), "below the pure bound as well"
+    worth["order"] = 4.0
+    for by in ("cone", "pld"):
+        assert module._best(laplace, 1e-5, by) == mm.Guarantee(1.5, 1e-5, "PLD")
+    assert module._best(mixed, 1e-5, "cone") == mm.Guarantee(1.5, 1e-5, "PLD cone")
+    worth.update(losses=math.inf, why="too wide")
+    moments = mm.Guarantee(2.0, 1e-5, "RDP", 4.0, "a reason; too wide")
+    assert module._best(mixed, 1e-5, "best") == moments, "it falls back, and says why"
+    assert module._best(mixed, 1e-5, "cone") == mm.Guarantee(math.inf, 1e-5, "PLD cone", reason="too wide")
+    worth["losses asked"].clear()
+    module._best(mm.Ledger().add(LOUD, 2), 1e-5, "best")
+    for by in ("renyi", "classic", "pld"):
+        module._best(mixed, 1e-5, by)
+    assert not worth["losses asked"], "plain Gaussian noise has a tight accountant of its own"
+    worth["losses delta"] = 0.125
+    assert module._delta(mixed, 3.0, "best") == module._delta(mixed, 3.0, "cone") == 0.125
+    assert module._delta(laplace, 3.0, "pld") == 0.125
+    assert module._delta(mixed, 3.0, "pld") == 0.25
+    assert module._delta(mixed, 3.0, "renyi") == 0.5
 
 
 def test_when_a_distribution_is_sound_and_can_help(proofs):
@@ -498,6 +548,10 @@ def test_the_quick_number_is_one_of_the_proofs(worth):
     assert quick_epsilon(ledger, 1e-5) == 2
     worth.update(PLD=1.0, **{"one step": 1e-5})
     assert quick_epsilon(ledger, 1e-5) == 1
+    worth.update(PLD=2.0, losses=0.75)
+    assert quick_epsilon(ledger, 1e-5) == 0.75
+    assert worth["losses asked"][-1] == (ledger.phases, 1e-5, module.ROUGH), "on a coarse grid"
+    worth.update(PLD=1.0, losses=math.inf)
     for change in ({"one step": 1.01e-5}, {"worth": False}, {"order": math.inf}, {"RDP": 0.0, "PLD": -1.0}):
         before = dict(worth)
         worth.update(change)
@@ -681,6 +735,10 @@ def test_a_group_of_two_from_delta(monkeypatch):
     monkeypatch.setattr(module, "delta", delta_)
     monkeypatch.setattr(module, "_worth_distributions", lambda ledger: said["worth"])
     monkeypatch.setattr(module.pld, "pld_group_epsilon", distribution)
+    monkeypatch.setattr(
+        module, "loss_delta", lambda phases, e, tolerance: min(1.0, delta_(None, e, "renyi") * said["losses"])
+    )
+    said["losses"] = math.inf
     ledger = mm.Ledger().add(MIXED, 2)
     way = "by way of the dataset without the unit"
     for by, moments in (("best", "renyi"), ("renyi", "renyi"), ("classic", "classic")):
@@ -708,6 +766,10 @@ def test_a_group_of_two_from_delta(monkeypatch):
     asked.clear()
     assert module._group_of_two(ledger, 1.0, "pld") == mm.Guarantee(8.0, 1.0, "PLD, group of two", reason=way)
     assert asked == [ledger]
+    said.update(C=5.0, pld=math.inf, losses=0.5)
+    bound = module._group_of_two(ledger, 1.0, "best")
+    assert bound.accountant == "PLD cone, group of two"
+    assert bound.epsilon / 2 == pytest.approx(2.5, rel=1.1e-4)
     said["C"], said["pld"] = 0.0, 4.0
     assert module._group_of_two(ledger, 1.0, "best").accountant == "RDP, group of two"
 

@@ -39,14 +39,15 @@ def test_epsilon_json_on_the_reference_cases(run, case):
     assert data["rdp_per_step"] == pytest.approx(case["rdp_per_step"], rel=1e-8)
     assert data["equal_variance_epsilon"] <= data["epsilon"]
     assert data["plain_dpsgd_epsilon"] >= data["equal_variance_epsilon"]
-    assert data["epsilon"] == min(data["epsilon_renyi"], data["plain_dpsgd_epsilon"])
-    assert any("moments" in line for line in data["assumed"]) == (case["mixing_width"] > 0)
+    assert data["epsilon"] <= data["plain_dpsgd_epsilon"]
+    assert not any("moments" in line for line in data["assumed"]), "what is said of moments is proved"
     assert any("every row of the training data" in line for line in data["assumed"])
 
 
 def test_epsilon_for_people(run):
     code, out, _ = run("epsilon", *RESNET)
     assert code == 0
+    assert "6.857" in out
     assert "7.2502" in out
     assert "8.0000" in out
     assert "277.3" in out
@@ -76,7 +77,7 @@ def test_laplace_and_few_coordinates(run):
     data = json.loads(out)
     mechanism = mm.Mechanism(2, 0.1, 5, law="laplace", dimension=3)
     assert data["epsilon"] == mm.epsilon(mechanism, 1e-5, steps=50)
-    assert data["plain_dpsgd_accountant"] == "RDP"
+    assert data["plain_dpsgd_accountant"] == "PLD"
     _, text, _ = run("epsilon", "--law", "laplace", "--z", 2, "--q", 0.1, "--steps", 1)
     assert "pure, order inf" in text
 
@@ -138,7 +139,7 @@ def test_calibrate_finds_each_number_again(run, left_out, expected):
     data = json.loads(out)
     assert code == 0
     assert data["solved_for"] == left_out
-    assert data[left_out] == pytest.approx(expected, rel=1e-5)
+    assert data[left_out] == pytest.approx(expected, rel=1e-4 if left_out in ("z", "omega", "q") else 0)
     assert data["epsilon"] <= target
     code, text, _ = run("calibrate", "--epsilon", target, *flat, "--for", left_out)
     assert code == 0
@@ -149,7 +150,7 @@ def test_compare(run):
     code, out, _ = run("compare", "--json", *RESNET)
     data = json.loads(out)
     assert code == 0
-    assert data["plain_std_at_equal_epsilon"] == pytest.approx(1.344, abs=2e-3)
+    assert data["plain_std_at_equal_epsilon"] == pytest.approx(1.3926, abs=2e-3)
     code, text, _ = run("compare", *RESNET)
     assert code == 0
     assert "noise at equal epsilon" in text

@@ -6,8 +6,9 @@ r"""The facts the proof rests on, as functions that can be tested, and the gate 
    the one without its contribution is the worst case. This one is a theorem for every law symmetric about a point
    (Mironov, Talwar, Zhang 2019, Theorem 5).
 
-For the Gaussian and the Laplace law, mixed or not, facts 1 and 2 are held on wide grids by this package's tests. Any
-other law is refused unless they hold on a grid that covers the shifts its mechanism uses.
+For the Gaussian and the Laplace law, mixed or not, all three are theorems (docs/proofs.md), and held on wide grids by
+this package's tests as well. Any other law is refused unless they hold on a grid that covers the shifts its mechanism
+uses.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """The guarantee: the one epsilon of a plan or a ledger, and every sentence that is said about it.
 
-``guarantee`` takes the smallest epsilon of all proved accountants: Renyi moments, which cover every mechanism here, and
-privacy-loss distributions of the same noise without mixing, which are tighter for plain Gaussian noise and sound for a
-mixed mechanism because mixing is post-processing. Training, calibration, progress, reports, ``verify`` and JSON all ask
-this function, so that there is no second number for the same thing.
+``guarantee`` takes the smallest epsilon of all proved accountants: Renyi moments, which cover every mechanism here; the
+distribution of the privacy losses of the worst gradient, exact for Laplace noise and, through the functions of
+``cone``, an upper bound for mixed Gaussian noise; and privacy-loss distributions of the same noise without mixing,
+which are tight for plain Gaussian noise and sound for a mixed mechanism because mixing is post-processing. Training,
+calibration, progress, reports, ``verify`` and JSON all ask this function, so that there is no second number for the
+same thing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
@@ -19,8 +22,10 @@ from modelmix._checks import at_least_zero, check_delta, probability
 from modelmix._format import up, up_digits
 from modelmix.accounting import accountant, pld
 from modelmix.accounting.adjacency import ADD_OR_REMOVE, REPLACE_ONE, Adjacency, check_adjacency, relation
+from modelmix.accounting.composition import ROUGH, hockey_stick_is_sound, loss_delta, loss_epsilon
 from modelmix.accounting.embedding import EmbeddingMechanism
 from modelmix.accounting.functions import Array
+from modelmix.accounting.laws import known
 from modelmix.accounting.ledger import Ledger
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.errors import BudgetExceeded, ModelMixError
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from modelmix.accounting.plan import Plan
     from modelmix.accounting.runs import Claim
 
-By = Literal["best", "renyi", "classic", "pld"]
+By = Literal["best", "renyi", "classic", "pld", "cone"]
 Source = Union[Mechanism, Ledger, "Plan", "Claim"]
 
 _MOST_DISTRIBUTIONS = 32  # a privacy-loss distribution for every different mechanism takes its time
@@ -50,6 +55,7 @@ PUBLIC_START = (
     "the model, its initial weights, the criterion and the settings were chosen without these samples, or spent "
     "counts what the choice cost"
 )
+IDEAL = "arithmetic in real numbers, and draws and noise from a perfect source of randomness"
 PRECONDITIONS = (SEPARATE_ROWS, PUBLIC_START)
 """What nobody can prove from outside: it is printed with the guarantee of every run."""
 COVERED = (
@@ -73,7 +79,7 @@ class Guarantee:
 
     Args:
         epsilon, delta: what is proved; epsilon is an upper bound.
-        accountant: what proves it: "RDP", "PLD" or "pure".
+        accountant: what proves it: "RDP", "PLD", "PLD cone" (see ``cone``) or "pure".
         order: the Renyi order, where that is the proof; 0 otherwise.
         reason: why epsilon is infinite, or looser than it could be, where it is.
         adjacency, unit, population: which datasets are compared, see ``adjacency``.
@@ -172,18 +178,18 @@ class Guarantee:
         return "\n".join([self.statement, *self.lines[1:]])
 
 
-def assumptions(ledger: Ledger) -> tuple[str, ...]:
+def assumptions(ledger: Ledger, accountant: str = "RDP") -> tuple[str, ...]:
     """What an epsilon of this ledger rests on besides theorems, and what nobody can prove from outside."""
     out = []
-    if any(phase.mechanism.mixed for phase in ledger.phases):
-        out.append(
-            "moments convex in the clipped norm and falling with the width: tested on grids, no written proof known"
-        )
-    if any(phase.mechanism.mixed and phase.mechanism.law != "gaussian" for phase in ledger.phases):
+    own = any(known(phase.mechanism.coordinate_law) is None for phase in ledger.phases)
+    if own:
+        out.append("moments of an unlisted noise law convex in the clipped norm and falling with the width: on a grid")
+    laplace = any(phase.mechanism.mixed and phase.mechanism.law != "gaussian" for phase in ledger.phases)
+    if own or (laplace and accountant.startswith("RDP")):
         out.append("quadrature error of the moments estimated by halving panels, and added tenfold")
     if any(isinstance(phase.mechanism, EmbeddingMechanism) for phase in ledger.phases):
         out.append("the samples in whose directions gradients are embedded are public")
-    return (*out, *PRECONDITIONS)
+    return (*out, IDEAL, *PRECONDITIONS)
 
 
 def as_ledger(source: Source, steps: int | None = None) -> Ledger:
@@ -214,7 +220,8 @@ def guarantee(
     Args:
         delta: the failure probability; None takes the plan's.
         by: "best" of all proved accountants, or one of them: "renyi" (conversion of Canonne, Kamath and Steinke),
-            "classic" (log(1/delta)/(alpha-1)), "pld" (plain Gaussian noise only).
+            "classic" (log(1/delta)/(alpha-1)), "pld" (plain Gaussian noise, or Laplace noise throughout), "cone" (the
+            losses of the worst gradient, for mixed Gaussian noise too).
         adjacency: None takes what the ledger can claim; "replace-one" may be asked of any.
 
     Raises:
@@ -243,7 +250,7 @@ def guarantee(
         populations=ledger.populations,
         steps=ledger.steps,
         seeded=ledger.seeded,
-        assumed=assumptions(ledger),
+        assumed=assumptions(ledger, found.accountant),
     )
     qualified = getattr(source, "qualified", None)  # of a claim
     return found if qualified is None else qualified(found)
@@ -303,9 +310,13 @@ def delta(
 def _delta(ledger: Ledger, epsilon: float, by: By) -> float:
     """The smallest proved delta for the pair of zero-out and add-or-remove, which is the same."""
     found = 1.0
-    if by != "pld":
+    if by in ("best", "renyi", "classic"):
         conversion: Literal["classic", "improved"] = "classic" if by == "classic" else "improved"
         found = accountant.delta(ledger, epsilon, conversion=conversion)
+    if _by_losses(ledger, by):
+        found = min(found, loss_delta(ledger.phases, epsilon))
+        if by != "best":
+            return found
     if by == "pld" or (by == "best" and _worth_distributions(ledger)):
         found = min(found, pld.pld_delta(ledger if by == "pld" else pld.unmixed(ledger), epsilon))
     return min(1.0, found)
@@ -318,7 +329,7 @@ def epsilon_curve(mechanism: Mechanism, steps: ArrayLike, delta: float, *, by: B
     largest, with fewer buckets; a count between two of them has at most the epsilon of the next.
     """
     _check_by(by)
-    if by == "pld":
+    if by in ("pld", "cone"):
         raise ModelMixError('a curve is drawn by "best", "renyi" or "classic".')
     out = accountant.epsilon_curve(mechanism, steps, delta, conversion="classic" if by == "classic" else "improved")
     counts = np.array([int(t) for t in np.ravel(steps)])
@@ -337,6 +348,8 @@ def epsilon_curve(mechanism: Mechanism, steps: ArrayLike, delta: float, *, by: B
 def quick_epsilon(ledger: Ledger, delta: float) -> float:
     """An upper bound at most a few parts in 10^4 above ``epsilon``, several times faster: for the points of a plot."""
     found = accountant.guarantee(ledger, delta)
+    if found.epsilon > 0 and _by_losses(ledger, "best"):
+        found = replace(found, epsilon=min(found.epsilon, loss_epsilon(ledger.phases, delta, ROUGH)[0]))
     if found.epsilon == 0 or math.isinf(found.order) or not _worth_distributions(ledger):
         return found.epsilon
     plain = pld.unmixed(ledger)
@@ -352,18 +365,41 @@ def _check_by(by: str) -> None:
 
 def _best(ledger: Ledger, delta: float, by: By) -> Guarantee:
     """The smallest epsilon for the pair of zero-out and add-or-remove, which is the same."""
+    if by in ("pld", "cone") and _by_losses(ledger, by):
+        value, why = loss_epsilon(ledger.phases, delta)
+        return Guarantee(value, delta, _losses(ledger), reason=why)
     if by == "pld":
         return Guarantee(pld.pld_epsilon(ledger, delta), delta, "PLD")
     moments = accountant.guarantee(ledger, delta, conversion="classic" if by == "classic" else "improved")
     pure = math.isinf(moments.order)
     found = Guarantee(moments.epsilon, delta, "pure" if pure else "RDP", moments.order, moments.reason)
-    if by == "best" and moments.epsilon > 0 and not pure and _worth_distributions(ledger, moments):
+    if by != "best" or moments.epsilon == 0:
+        return found
+    if _by_losses(ledger, by):
+        value, why = loss_epsilon(ledger.phases, delta)
+        if value < found.epsilon:
+            found = Guarantee(value, delta, _losses(ledger))
+        elif why is not None and not pure:
+            found = replace(found, reason="; ".join(filter(None, (found.reason, why))))
+    if not pure and _worth_distributions(ledger, replace(moments, epsilon=found.epsilon)):
         tighter = pld.pld_epsilon(pld.unmixed(ledger), delta)
         if tighter < found.epsilon:
             mixed = any(phase.mechanism.mixed for phase in ledger.phases)
             note = "of the same noise without mixing, of which mixing is post-processing" if mixed else None
             return Guarantee(tighter, delta, "PLD", reason=note)
     return found
+
+
+def _by_losses(ledger: Ledger, by: By) -> bool:
+    """Whether the losses of the worst gradient are asked: not where plain Gaussian noise has a tight accountant."""
+    if by == "pld":
+        return bool(ledger.phases) and hockey_stick_is_sound(ledger.phases)
+    plain = all(phase.mechanism.law == "gaussian" and not phase.mechanism.mixed for phase in ledger.phases)
+    return by == "cone" or (by == "best" and not plain)
+
+
+def _losses(ledger: Ledger) -> str:
+    return "PLD" if hockey_stick_is_sound(ledger.phases) else "PLD cone"
 
 
 def _worth_distributions(ledger: Ledger, found: accountant.RenyiBound | None = None) -> bool:
@@ -409,24 +445,29 @@ def _replace_one(ledger: Ledger, target: float, by: By) -> Guarantee:
 
 
 def _group_of_two(ledger: Ledger, target: float, by: By) -> Guarantee:
-    found = math.inf
-    if by != "pld":
+    found, proof = math.inf, "RDP, group of two"
+    if by in ("best", "renyi", "classic"):
         moments: By = "classic" if by == "classic" else "renyi"
-        low, high = 0.0, 1.0
-        while high < 300 and not (1 + math.exp(high)) * delta(ledger, high, by=moments) <= target:
-            low, high = high, 2 * high
-        while high < 300 and high - low > 1e-4 * high:
-            middle = (low + high) / 2
-            if (1 + math.exp(middle)) * delta(ledger, middle, by=moments) <= target:
-                high = middle
-            else:
-                low = middle
-        found = high if high < 300 else math.inf
-    proof = "RDP, group of two"
-    if by == "pld" or (by == "best" and _worth_distributions(ledger)):
+        found = _least_for_two(lambda e: delta(ledger, e, by=moments), target)
+    if _by_losses(ledger, by):
+        tighter = _least_for_two(lambda e: loss_delta(ledger.phases, e, ROUGH), target)
+        if tighter < found:
+            found, proof = tighter, f"{_losses(ledger)}, group of two"
+    if (by == "pld" and not _by_losses(ledger, by)) or (by == "best" and _worth_distributions(ledger)):
         tighter = pld.pld_group_epsilon(ledger if by == "pld" else pld.unmixed(ledger), target)
         if tighter < found:
             found, proof = tighter, "PLD, group of two"
     if math.isinf(found):
         return Guarantee(math.inf, target, proof, reason="no finite epsilon is proved for replacing a unit")
     return Guarantee(2 * found, target, proof, reason="by way of the dataset without the unit")
+
+
+def _least_for_two(delta_at: Callable[[float], float], target: float) -> float:
+    """The least e with (1 + exp(e)) delta(e) <= target, within 1e-4; infinity from 300 on."""
+    low, high = 0.0, 1.0
+    while high < 300 and not (1 + math.exp(high)) * delta_at(high) <= target:
+        low, high = high, 2 * high
+    while high < 300 and high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if (1 + math.exp(middle)) * delta_at(middle) <= target else (middle, high)
+    return high if high < 300 else math.inf

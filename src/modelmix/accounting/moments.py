@@ -76,9 +76,9 @@ def log_excess(law: Law, shift: float, orders: Array) -> Array:
 def sampled_log_moments(law: Law, shift: float, orders: Array, sample_rate: float) -> Array:
     r"""log \int f(x) (1 - q + q f(x-s)/f(x))^alpha dx for one coordinate, at any real orders alpha > 1.
 
-    At whole orders this is the sum of the Corollary for p = 1. In between it is exact for the plain Gaussian; for a
-    mixed law the worst direction is **not proved** at such orders, only seen to hold, so it never enters an
-    epsilon of this package: it serves to reproduce published figures. No error is added.
+    At whole orders this is the sum of the Corollary for p = 1. That the same gradient is the worst in between is proved
+    for orders from 1.04 on (docs/proofs.md), but no numerical error is added here, so that it never enters an epsilon
+    of this package: it serves to reproduce published figures.
     """
     alpha = np.asarray(orders, dtype=np.float64)
     top = float(alpha.max())

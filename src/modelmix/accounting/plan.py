@@ -3,7 +3,7 @@
 >>> import modelmix as mm
 >>> plan = mm.plan(epsilon=3, delta=1e-5, samples=27_800, batch=1_024, steps=400, mixing_width=2)
 >>> round(plan.mechanism_at(1).noise_multiplier, 2), plan.steps
-(1.27, 400)
+(1.21, 400)
 >>> plan.adjacency, plan.population
 ('zero-out', 27800)
 """

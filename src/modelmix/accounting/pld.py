@@ -123,9 +123,9 @@ def _checked(ledger: Ledger) -> Ledger:
         if phase.mechanism.mixed or phase.mechanism.law != "gaussian" or type(phase.mechanism) is not Mechanism:
             raise UnprovedError(
                 "the pair of datasets accounted for is the worst one",
-                "a privacy-loss distribution is known to be sound for plain Gaussian DP-SGD only; for a mixed "
-                "mechanism, spreading the gradient over coordinates can raise delta.",
-                'Use guarantee(), which takes the best proved accountant, or by="renyi", which covers mixing.',
+                "this privacy-loss distribution is known to be sound for plain Gaussian DP-SGD only; "
+                "for mixed Gaussian noise, spreading the gradient over coordinates can raise delta.",
+                'Use guarantee(), which takes the best proved accountant, or by="cone" or "renyi", which cover mixing.',
             )
         counts[phase.mechanism] = counts.get(phase.mechanism, 0) + phase.steps
     return Ledger(tuple(Phase(mechanism, steps) for mechanism, steps in counts.items()))

@@ -61,11 +61,11 @@ def epsilon_points(ledger: Ledger, delta: float, best: Guarantee) -> tuple[Array
     """Return step counts and the epsilon after each, by the accountant of ``best`` (with fewer buckets for PLD)."""
     if not ledger.phases:
         return np.array([]), np.array([])
-    different = len({phase.mechanism for phase in ledger.phases}) if best.accountant == "PLD" else 1
+    different = len({phase.mechanism for phase in ledger.phases}) if best.accountant.startswith("PLD") else 1
     points = max(4, _POINTS // different)
     steps = np.unique(np.linspace(1, ledger.steps, points).round()).astype(int)
     books = [prefix(ledger, int(t)) for t in steps]
-    find = quick_epsilon if best.accountant == "PLD" else partial(epsilon, by="renyi")
+    find = quick_epsilon if best.accountant.startswith("PLD") else partial(epsilon, by="renyi")
     values = np.array([*(find(book, delta) for book in books[:-1]), best.epsilon])
     return steps, np.minimum(values, best.epsilon)
 

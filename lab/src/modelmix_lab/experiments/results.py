@@ -17,7 +17,7 @@ from modelmix_lab.experiments.tables import KINDS, TABLES
 
 SCHEMA, VERSION = "modelmix-result", 2
 _BY: Mapping[By, str] = {"renyi": "Renyi, improved conversion", "classic": "Renyi, classic conversion"}
-_PLD = "privacy-loss distribution"
+_LOSSES = {"PLD": "privacy-loss distribution", "PLD cone": "distribution of losses, cone function"}
 
 _SECTIONS = {
     "table": str,
@@ -179,5 +179,5 @@ def account(ledger: Ledger, delta: float) -> dict[str, Any]:
                 "broken": list(ledger.unproved)}  # fmt: skip
     found = {name: epsilon(ledger, delta, by=by) for by, name in _BY.items()}
     best = guarantee(ledger, delta)
-    by = _PLD if best.accountant == "PLD" else min(found, key=lambda name: found[name])
+    by = _LOSSES.get(best.accountant) or min(found, key=lambda name: found[name])
     return {"status": "proved", "delta": delta, "value": best.epsilon, "by": by, "all": {**found, by: best.epsilon}}

@@ -11,13 +11,12 @@ from modelmix.report import style
 if TYPE_CHECKING:
     from modelmix_lab.experiments.fig3 import Panel
 
-_NAMES = {1: "ModelMix, p = 1 (not proved)"}
 _NUDGE = {1: 0, 25: 5, 100: -5}
 _COLOURS = {1: style.MIXED, 25: style.MIXED_25, 100: style.MIXED_100}
 
 
 def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
-    """Draw six subfigures. Solid: as the paper computes it; dotted: proved, improved conversion."""
+    """Draw six subfigures. Solid: as the paper computes it; dotted: proved, by the distribution of the losses."""
     with style.look():
         from matplotlib import pyplot
         from matplotlib.lines import Line2D
@@ -26,7 +25,7 @@ def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
         for axes, panel, letter in zip(grid.ravel(), panels, "abcdef", strict=True):
             axes.plot(panel.steps, panel.plain, "--", color=style.PLAIN, label="DP-SGD")
             for p, line in panel.lines.items():
-                axes.plot(panel.steps, line, color=_COLOURS[p], label=_NAMES.get(p, f"ModelMix, p = {p}"))
+                axes.plot(panel.steps, line, color=_COLOURS[p], label=f"ModelMix, p = {p}")
                 axes.plot(panel.steps, panel.proved[p], ":", color=_COLOURS[p], linewidth=1.4)
                 if p in panel.paper:
                     axes.plot(panel.steps[-1], panel.paper[p], "x", color=style.INK, markersize=6, clip_on=False)
@@ -41,7 +40,7 @@ def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
             axes.set_ylabel("epsilon at delta = 1e-5")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         handles.append(Line2D([], [], color=style.INK, linestyle=":", linewidth=1.4))
-        labels.append("proved (improved conversion)")
+        labels.append("proved")
         handles.append(Line2D([], [], color=style.INK, linestyle="", marker="x"))
         labels.append("printed in the paper")
         figure.legend(handles, labels, loc="outside lower center", ncols=6, columnspacing=1.2, handlelength=1.6)
