@@ -255,7 +255,7 @@ def test_a_folder_that_may_not_be_written():
 def test_a_folder_that_holds_a_run_needs_the_word_resume(tmp_path):
     finish(make(tmp_path))
     before = content(tmp_path)
-    with pytest.raises(mm.ModelMixError, match="holds a run already: go on with it by resume=True"):
+    with pytest.raises(mm.ModelMixError, match="holds a run already: go on with it by RunOptions"):
         make(tmp_path)
     assert content(tmp_path) == before
 

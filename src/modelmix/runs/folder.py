@@ -130,9 +130,8 @@ class RunFolder:
         try:
             write_atomically(self.file(name), content, secret=secret)
         except ModelMixError as error:
-            raise ModelMixError(
-                f"{error} Nothing kept is lost: mend this, then RunOptions(resume=True) (--resume)."
-            ) from None
+            mend = "Nothing kept is lost: mend this, then RunOptions(resume=True) (--resume)."
+            raise ModelMixError(f"{error} {mend}") from None
 
     def remove(self, *names: str) -> None:
         """Delete files that no longer hold, if they are there; durable when it returns."""

@@ -79,7 +79,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, rule: Rule) -> None:
             raise UnprovedError(
                 state,
                 f"SGD's momentum {group['momentum']:g} is a buffer of unmixed noisy gradients.",
-                "Use SGD without momentum and make_private(..., rule=mm.Rule(momentum=...)), which is computed from released states.",
+                "Use SGD without momentum and make_private(..., rule=mm.Rule(momentum=...)), which is computed from "
+                "released states.",
             )
         if group.get("maximize"):
             raise ModelMixError("maximize=True is not supported: negate the loss.")

@@ -178,7 +178,8 @@ class PrivateLoader:
                     ONE_DRAW,
                     "the last draw was not stepped on before the next was asked for.",
                     "Call step() of the optimizer that make_private returned, for every batch; to stop early take the "
-                    "batches from itertools.islice(loader, k), and to save memory give make_private(..., options=mm.LoopOptions(chunk=...)).",
+                    "batches from itertools.islice(loader, k), and to save memory give make_private(..., "
+                    "options=mm.LoopOptions(chunk=...)).",
                 )
             part = parts.popleft()
             if part.number != loop.added or not loop.step.randomness.comes_to(part.draws):
