@@ -180,9 +180,10 @@ def test_examples_in_docstrings_are_true(name):
 
 
 PUBLIC = """
-BudgetExceeded Clip Embedding EmbeddingMechanism Gaussian Guarantee Laplace Law Ledger Mechanism Mixed ModelMixError
-Performance Plan Schedule Trainer UnprovedError __version__ calibrate clipped_sum compare delta epsilon epsilon_curve
-equal_variance_gaussian guarantee load_claim make_private max_steps mixing_width plan rdp
+Augment BudgetExceeded Callback Clip Embedding EmbeddingMechanism Gaussian Guarantee Laplace Law Ledger LoopOptions
+Mechanism Mixed ModelMixError Performance Plan Rule RunOptions Schedule Trainer UnprovedError __version__ calibrate
+clipped_sum compare delta epsilon epsilon_curve equal_variance_gaussian guarantee load_claim make_private max_steps
+mixing_width plan rdp
 """
 
 

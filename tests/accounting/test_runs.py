@@ -69,7 +69,10 @@ def test_a_ledger_file_alone_is_what_it_says(tmp_path):
     write(tmp_path / "other", {"model_type": "of another program"})
     assert load_claim(tmp_path / "other" / "ledger.json").ledger == taken()
     write(tmp_path / "run", name="book.json")
-    assert load_claim(tmp_path / "run" / "book.json").ledger == taken(), "not the ledger of the run beside it"
+    assert load_claim(tmp_path / "run" / "book.json").ledger.steps == 100, "the run's own lines under another name"
+    other = mm.Ledger().add(mm.Mechanism(7.0, 0.1), 3)
+    other.save(tmp_path / "run" / "other.json")
+    assert load_claim(tmp_path / "run" / "other.json").ledger == other, "not the ledger of the run beside it"
     write(tmp_path / "bare", None)
     assert load_claim(tmp_path / "bare" / "ledger.json").ledger == taken()
 
@@ -178,8 +181,8 @@ def test_seeds_and_broken_rules_are_never_forgotten():
     [
         (without("schema"), "schema"),
         (without("version"), "version None"),
-        ({**CONFIG, "version": 0}, "version 0: this program reads versions 1 to 2"),
-        ({**CONFIG, "version": 3}, "version 3"),
+        ({**CONFIG, "version": 0}, "version 0: this program reads versions 1 to 3"),
+        ({**CONFIG, "version": 4}, "version 4"),
         ({**CONFIG, "version": True}, "version True"),
         ({**CONFIG, "version": 2.0}, "version 2.0"),
         (without("delta"), "config.json: delta = None"),

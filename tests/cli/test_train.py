@@ -546,20 +546,10 @@ def test_a_terminal_sees_steps_speed_and_epsilon(recipe, tmp_path):
 
 def test_ctrl_c_on_a_terminal(recipe, tmp_path):
     folder = tmp_path / "out"
-    arguments = [
-        recipe,
-        "--out",
-        folder,
-        "--set",
-        "privacy.noise_multiplier=1",
-        "--steps",
-        100000,
-        "--mechanism",
-        "released",
-    ]
+    noise = ("--set", "privacy.noise_multiplier=1")
+    arguments = [recipe, "--out", folder, *noise, "--steps", 100000, "--mechanism", "plain"]
     code, shown = _on_a_terminal(arguments, interrupt_at=b"steps/s")
     assert code == 130
-    assert "epsilon: not proved" in shown
     assert "Traceback" not in shown
     step = int(re.search(r"stopped at step (\d+); go on with", shown)[1])
     assert RunFolder(folder).load_checkpoint()[1]["step"] == step > 0

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from modelmix.training.mixing import PADDINGS
 from nested import nested, places
 
 import modelmix as mm
@@ -21,6 +20,7 @@ from modelmix.data import from_arrays
 from modelmix.features.inputs import SCALES
 from modelmix.gradients import ENGINES
 from modelmix.training.augment import AUGMENTATIONS
+from modelmix.training.rules import PADDINGS
 
 BASE = {"epsilon": 3.0, "batch": 40.0, "mixing_width": 2.0, "steps": 6, "model": "linear"}
 N = 240

@@ -55,8 +55,8 @@ class RunFolder:
             raise self._unusable(error) from None
         if self.holds_a_run:
             raise ModelMixError(
-                f"{self.path} holds a run already: go on with it by RunOptions(resume=True) (--resume), or choose another "
-                "folder."
+                f"{self.path} holds a run already: go on with it by RunOptions(resume=True) (--resume), or choose "
+                "another folder."
             )
         if found:
             raise ModelMixError(f"{self.path} is not empty and holds no run: choose another folder.")
