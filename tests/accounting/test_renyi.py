@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import mpmath as mp
 import numpy as np
 import pytest
 from dp_accounting import rdp as google
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import density
 
 import modelmix as mm
 from modelmix.accounting.accountant import renyi_curve
 from modelmix.accounting.functions import log_expm1
-from modelmix.accounting.moments import log_moments, sampled_log_moments
-from modelmix.accounting.renyi import LAST_LEVEL, epsilons, orders_at, step_curve
+from modelmix.accounting.moments import log_moments, sampled_log_moments, sampled_moment_bounds
+from modelmix.accounting.renyi import LAST_LEVEL, REAL_ORDERS, epsilons, orders_at, real_curve, step_curve
 
 WHOLE = list(range(2, 65))
 
@@ -184,3 +186,64 @@ def test_delta_at_the_ends():
     assert mm.delta(mm.Mechanism(1.0, 0.5), 1e308, steps=10) == 0
     assert mm.delta(mm.Mechanism(1e-200, 0.5), 1e308, steps=10) == 1
     assert mm.delta(mm.Mechanism(1.0, 1.0), 0.0, steps=10**6) == 1
+
+
+# Orders between whole numbers.
+
+
+@pytest.mark.parametrize(("omega", "expected"), [(3.75, 53.68), (7.5, 38.65), (15.0, 29.14)])
+def test_real_orders_of_figure_3(omega, expected):
+    """Computed elsewhere, at the best of all orders; ours are 0.05 apart there."""
+    found = mm.guarantee(mm.Mechanism(0.3669447200353208, 0.02, omega), 1e-5, steps=5000, by="renyi")
+    assert expected * (1 - 1e-3) < found.epsilon < expected * (1 + 3e-3)
+    assert 1.3 < found.order < 1.7
+
+
+@pytest.mark.parametrize(
+    ("z", "omega", "q", "alpha"),
+    [
+        (0.5, 3.0, 0.05, 1.04),
+        (0.5, 3.0, 0.05, 2.5),
+        (2.0, 40.0, 1e-3, 1.3),
+        (0.1, 0.0, 0.5, 1.1),
+        (1.0, 0.2, 1.0, 3.75),
+    ],
+)
+def test_real_orders_agree_with_thirty_digits(z, omega, q, alpha):
+    law = mm.Mixed(mm.Gaussian(z), omega) if omega else mm.Gaussian(z)
+    found = math.expm1(float(sampled_moment_bounds(law, 1.0, np.array([alpha]), q)[0]))
+    with mp.workdps(30):
+        sigma, width, rate, order = mp.mpf(z), mp.mpf(omega), mp.mpf(q), mp.mpf(alpha)
+        f = density("gaussian", sigma, width) if omega else lambda x: mp.npdf(x, 0, sigma)
+
+        def integrand(x):
+            t = 1 - rate + rate * f(x - 1) / f(x)
+            return f(x) * (t**order - 1 - order * (t - 1))
+
+        edge, reach = width / 2, 12 * sigma
+        stops = sorted(
+            {-edge - reach, -edge, 0, edge, edge + 1, edge + order, edge + order + reach}
+            | {e + i * sigma for e in (-edge, edge, edge + 1, edge + order) for i in (-6, -3, -1, 1, 3, 6)}
+        )
+        stops = [x for x in stops if -edge - reach <= x <= edge + order + reach]
+        true = float(mp.quad(integrand, stops, maxdegree=5))
+    assert true * (1 - 1e-9) <= found <= true * (1 + 1e-5)
+
+
+def test_real_orders_are_for_one_coordinate_of_gaussian_noise():
+    assert real_curve(mm.Mechanism(0.5, 0.1, 2.0)) is not None
+    assert real_curve(mm.Mechanism(0.5, 0.1, 2.0, 4, dimension=1)) is not None
+    for other in (
+        mm.Mechanism(0.5, 0.1, 2.0, 4),
+        mm.Mechanism(0.5, 0.1, 2.0, law="laplace"),
+        mm.EmbeddingMechanism(1.0, 0.1),
+    ):
+        assert real_curve(other) is None
+    one = mm.Ledger().add(mm.Mechanism(0.4, 0.02, 5.0), 500)
+    two = one.add(mm.Mechanism(2.0, 0.02, 5.0, 9), 500)
+    assert mm.epsilon(one, 1e-5, by="renyi") < mm.epsilon(two, 1e-5, by="renyi") < mm.epsilon(two, 1e-5, by="classic")
+    kappa = real_curve(one.phases[0].mechanism)
+    line = np.interp(2.0, REAL_ORDERS, kappa)
+    below = kappa[REAL_ORDERS < 2][-1]
+    assert below < mm.rdp(one.phases[0].mechanism, [2])[0] <= line * (1 + 1e-9), "convex in the order"
+    assert np.all(np.diff(kappa) > 0)

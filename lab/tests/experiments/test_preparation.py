@@ -76,7 +76,7 @@ def test_a_resumed_run_uses_the_moments_it_released(data, tmp_path):
     first = recipe.trainer(data, folder=tmp_path / "run", performance=CPU)
     first.run(2, progress=False)
     again = recipe.trainer(data, folder=tmp_path / "run", resume=True, performance=CPU)
-    assert torch.equal(again._source.inputs, first._source.inputs)
+    assert torch.equal(again._task.source.inputs, first._task.source.inputs)
     again.run(2, progress=False)
     assert again.ledger == recipe.whole(40) == Ledger.load(tmp_path / "run" / "ledger.json")
     config = tmp_path / "run" / "config.json"

@@ -179,7 +179,7 @@ def test_the_file_of_a_prior_names_its_features(file, tmp_path, monkeypatch):
     monkeypatch.setenv("MODELMIX_CACHE", str(tmp_path))
     settings = {"model": "linear", "mechanism": "plain", "noise_multiplier": 2.0, "batch": 6, "seed": 1}
     recipes = recipe_of(features="prior", prior=str(file), **settings), recipe_of(features=str(file), **settings)
-    a, b = (recipe.trainer(data())._source.inputs for recipe in recipes)
+    a, b = (recipe.trainer(data())._task.source.inputs for recipe in recipes)
     assert torch.equal(a, b)
 
 

@@ -15,10 +15,13 @@ from modelmix.accounting.ledger import Ledger, Phase
 from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.renyi import (
     LAST_LEVEL,
+    REAL_ORDERS,
     Conversion,
+    at_real_orders,
     epsilons,
     log_deltas,
     orders_at,
+    real_curve,
     refine,
     step_curve,
     total_variation,
@@ -75,6 +78,18 @@ def _compose(phases: Iterable[Phase], level: int) -> Array:
     return total
 
 
+def _refined(phases: Iterable[Phase], level: int, kappa: Array) -> tuple[Array, Array]:
+    """With orders between whole numbers: sampled moments where they are known there, straight lines elsewhere."""
+    steps = [(step_curve(p.mechanism, level), real_curve(p.mechanism), float(p.steps)) for p in phases]
+    fine, values = refine(orders_at(level), kappa)
+    if all(real is None for _, real, _ in steps):
+        return fine, values
+    all_orders = np.append(fine, REAL_ORDERS)
+    all_values = np.append(values, at_real_orders(orders_at(level), steps))
+    sort = np.argsort(all_orders, kind="stable")
+    return all_orders[sort], all_values[sort]
+
+
 def rdp(mechanism: Mechanism, orders: Sequence[float]) -> Array:
     """Upper bounds on the Renyi divergence D_alpha of one step, at any orders above 1."""
     wanted = np.asarray(orders, dtype=np.float64)
@@ -105,7 +120,7 @@ def guarantee(
     for level in range(LAST_LEVEL + 1):
         orders, kappa = orders_at(level), _compose(phases, level)
         if conversion == "improved":
-            orders, kappa = refine(orders, kappa)
+            orders, kappa = _refined(phases, level, kappa)
         candidates = epsilons(orders, kappa, delta, conversion)
         best = int(np.argmin(candidates))
         if best < orders.size - 1:
@@ -149,7 +164,7 @@ def delta(
     if not phases or _pure(phases) <= epsilon:
         return 0.0
     for level in range(LAST_LEVEL + 1):
-        orders, kappa = refine(orders_at(level), _compose(phases, level))
+        orders, kappa = _refined(phases, level, _compose(phases, level))
         candidates = log_deltas(orders, kappa, epsilon, conversion)
         if int(np.argmin(candidates)) < candidates.size - 1:
             break
@@ -174,7 +189,7 @@ def epsilon_curve(
     for level in range(LAST_LEVEL + 1):
         orders, kappa = orders_at(level), step_curve(mechanism, level)
         if conversion == "improved":
-            orders, kappa = refine(orders, kappa)
+            orders, kappa = _refined([Phase(mechanism, 1)], level, kappa)
         where = np.flatnonzero(open_)
         for chunk in np.array_split(where, 1 + where.size * orders.size // 4_000_000):
             candidates = epsilons(orders, kappa[:, None] * counts[chunk], delta, conversion)

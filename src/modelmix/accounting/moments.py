@@ -10,6 +10,7 @@ error of the rule, what the rule leaves out and the rounding of the logarithms a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -84,6 +85,20 @@ def sampled_log_moments(law: Law, shift: float, orders: Array, sample_rate: floa
     top = float(alpha.max())
     rule = strip_rule(law, abs(shift), top) if rule_is_proved(law) else panel_rule(law, abs(shift), top, 2)
     return np.logaddexp(0.0, _sum(law, abs(shift), alpha, rule, sample_rate)[0])
+
+
+def sampled_moment_bounds(law: Law, shift: float, orders: Array, sample_rate: float) -> Array:
+    """Upper bounds on ``sampled_log_moments`` for Gaussian noise, mixed or plain, with every error added.
+
+    The rule's error is relative to the sampled moment, 1 and the order: their sum is below A - 1 + 4 * order. Tails:
+    the bracket of 1 - q + q r is at most q times that of r, by convexity.
+    """
+    alpha, shift = np.asarray(orders, dtype=np.float64), abs(float(shift))
+    if not rule_is_proved(law):
+        raise ModelMixError(f"{law} has no proved rule at orders between whole numbers.")
+    rule = strip_rule(law, shift, float(alpha.max()), sampled=True)
+    rule = replace(rule, relative=2 * rule.relative)
+    return np.logaddexp(0.0, _sum(law, shift, alpha, rule, sample_rate)[1])
 
 
 def _summed(law: Law, shift: float, k: Array) -> Array:

@@ -63,8 +63,13 @@ class Rule:
     flat: float
 
 
-def strip_rule(law: Law, shift: float, k: float) -> Rule:
+def strip_rule(law: Law, shift: float, k: float, sampled: bool = False) -> Rule:
     """The trapezoidal rule with a proved error, for Gaussian noise mixed or plain, good for all orders up to ``k``.
+
+    With ``sampled``, for real powers of the mixture X = (1-q) f + q f(. - s), which must have no zero in the strip: the
+    arguments of f and f(. - s) at x + iy differ by at most |y| s + 2 arccos(1 - y^2/2), because f(x+iy) is
+    exp(y^2/2) f(x) E exp(-iyU) with E U = V'(x), and 0 <= V'(x) - V'(x-s) <= s. Below pi they cannot cancel, |X(x+iy)|
+    is at most exp(y^2/2) X(x), and the bound above holds for X^k f^(1-k) as it stands.
 
     The relative error of A_k - 1 that is aimed at is below 1e-13. A_2 - 1 is at least shift^2 / variance
     (Hammersley, Chapman and Robbins), which says how small the absolute error must be.
@@ -76,6 +81,8 @@ def strip_rule(law: Law, shift: float, k: float) -> Rule:
     exponent = 33.0 - math.log(smallest) + math.log(2 * k + 1)
 
     a = np.linspace(0.005, 1.405, 281)
+    if sampled:
+        a = a[a * s + 2 * np.arccos(1 - 0.5 * a * a) < 0.999 * math.pi]
     log_c = 0.5 * a * a - (k - 1) * np.log1p(-0.5 * a * a)
     h = float(np.max(2 * math.pi * a / (exponent + log_c)))
     reach = math.sqrt(2 * exponent) + 1.0  # how far into a tail

@@ -12,6 +12,7 @@ same reason A_k is computed at sparse large k only: log A_k is convex in k.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -20,13 +21,16 @@ from scipy import special
 
 from modelmix.accounting.facts import require_facts
 from modelmix.accounting.functions import Array, log_expm1
-from modelmix.accounting.laws import Laplace, known
+from modelmix.accounting.laws import Gaussian, Laplace, known
 from modelmix.accounting.mechanism import Mechanism
-from modelmix.accounting.moments import log_moments
+from modelmix.accounting.moments import log_moments, sampled_moment_bounds
 from modelmix.errors import ModelMixError
 
 Conversion = Literal["improved", "classic"]
 
+REAL_ORDERS = np.array([1.04, 1.06, 1.08, *np.arange(1.1, 1.95, 0.05), 2.25, 2.5, 2.75, 3.25, 3.5, 3.75])
+"""Orders between whole numbers at which a sampled moment is computed where one coordinate is the worst gradient."""
+_LEAST_SHIFT, _MOST_SHIFT = 1e-3, 40.0  # in standard deviations; others keep their whole orders
 _EPS = float(np.finfo(np.float64).eps)
 _TOPS = (64, 256, 4096, 32768, 131072)
 LAST_LEVEL = len(_TOPS) - 1
@@ -99,6 +103,36 @@ def sampled_curve(log_a: Array, sample_rate: float, level: int) -> Array:
         total += 8 * _EPS * (log_fact[order] + order * (abs(log_q) + 1))
         kappa[i] = np.logaddexp(0.0, total)
     return kappa
+
+
+@lru_cache(maxsize=512)
+def real_curve(mechanism: Mechanism) -> Array | None:
+    """kappa of one step at ``REAL_ORDERS``, for the gradient of one coordinate under Gaussian noise; None for others.
+
+    That this gradient is the worst at real orders from 1.04 on, sampled or not, is Corollary "powers" of
+    docs/proofs.md.
+    """
+    ((law, shift, count), *others), *more = mechanism.moment_bounds
+    if others or more or count != 1 or not isinstance(known(law), Gaussian):
+        return None
+    if not _LEAST_SHIFT <= shift / law.scale <= _MOST_SHIFT:
+        return None
+    kappa = sampled_moment_bounds(law, shift, REAL_ORDERS, mechanism.sample_rate)
+    kappa.setflags(write=False)
+    return kappa
+
+
+def at_real_orders(orders: Array, steps: Sequence[tuple[Array, Array | None, float]]) -> Array:
+    """kappa of a composition at ``REAL_ORDERS``.
+
+    ``steps`` holds for each phase its curve at ``orders``, that at ``REAL_ORDERS`` if it has one, and a factor: others
+    take the straight lines, from 0 at order 1.
+    """
+    total = np.zeros_like(REAL_ORDERS)
+    for whole, real, factor in steps:
+        line = np.interp(REAL_ORDERS, np.append(1.0, orders), np.append(0.0, whole))
+        total += factor * (line if real is None else np.minimum(line, real))
+    return total
 
 
 def worst_loss(mechanism: Mechanism) -> float:
