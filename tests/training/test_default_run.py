@@ -32,11 +32,8 @@ def coordinates(tensor):
 def test_default_run_keeps_its_ledger_and_its_weights(tmp_path):
     from modelmix.config.recipe import DEFAULT, Recipe
 
-<<<<<<< HEAD
-    recipe = Recipe.load(DEFAULT).changed({"privacy.steps": STEPS, "run.seed": SEED})
-=======
-    recipe = Recipe.load(DEFAULT).changed(steps=STEPS, seed=SEED, noise_multiplier=NOISE)
->>>>>>> proofs
+    changes = {"privacy.steps": STEPS, "run.seed": SEED, "privacy.noise_multiplier": NOISE}
+    recipe = Recipe.load(DEFAULT).changed(changes)
     trainer = recipe.trainer(recipe.load_data(), folder=tmp_path / "run")
     trainer.run()
     assert trainer.ledger.digest == LEDGER
@@ -50,6 +47,6 @@ def test_default_run_keeps_its_ledger_and_its_weights(tmp_path):
 def test_default_run_calibrates_less_noise_than_moments_ask_for():
     from modelmix.config.recipe import DEFAULT, Recipe
 
-    recipe = Recipe.load(DEFAULT).changed(steps=STEPS)
+    recipe = Recipe.load(DEFAULT).changed({"privacy.steps": STEPS})
     (phase,) = recipe.plan(len(recipe.load_data().train.x)).phases
     assert math.isclose(phase.mechanism.noise_multiplier, 0.71697, rel_tol=1e-4)
