@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -167,3 +168,47 @@ class Congruential(Flips):
 def test_generators_that_nobody_can_seed_are_refused(summed):
     with pytest.raises(mm.UnprovedError, match="after others were read"):
         summed(Congruential(aligned("numpy"), "numpy"), {})
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), lambda: np.random.random(), random.random])  # noqa: NPY002
+def test_collate_functions_do_not_draw_from_a_public_stream(draw):
+    """torch.manual_seed(0) and a flip in collate_fn: the k-th row got the k-th number."""
+
+    def flip(items):
+        return torch.utils.data.default_collate([((x if draw() < 0.5 else -x), y) for x, y in items])
+
+    class Rows(Flips):
+        def __getitem__(self, i):
+            return self.x[i], 0
+
+    def begun():
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+
+    begun()
+    torch.manual_seed(1)
+    x = torch.stack([V if draw() < 0.5 else -V for _ in range(N)])
+    begun()
+    assert float(loop_sum(Rows(x, "numpy"), {"collate_fn": flip}).norm()) < 25
+    begun()
+    torch.manual_seed(1)
+    assert float(loop_sum(Rows(x, "numpy"), {"collate_fn": flip}).norm()) < 25
+
+
+def test_generators_that_come_later_are_seeded_too():
+    class Lazy(Flips):
+        def __init__(self, x):
+            super().__init__(x, "numpy")
+            self.generator, self.reads = None, 0
+
+        def number(self, i):
+            self.reads += 1
+            if self.generator is None or self.reads == 30:
+                self.generator = np.random.default_rng(0)
+            return self.generator.random()
+
+    x = aligned("numpy")
+    for summed in (trainer_sum, loop_sum):
+        with contextlib.suppress(mm.UnprovedError):
+            assert float(summed(Lazy(x), {}).norm()) < 25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import planned
@@ -125,3 +126,91 @@ def test_training_samples_are_not_declared_public():
             mm.Plan.of(mm.EmbeddingMechanism(1.0, 0.5), 3, delta=1e-4),
             embedding=mm.Embedding((X[:20], random_labels(20, 2)), 4, groups=1),
         )
+
+
+def test_a_state_that_fails_to_load_adds_no_step_to_the_plan(tmp_path):
+    """What another loop ran was counted, the load failed, and one more step was taken: five of four."""
+    plan = mm.Plan.of(MECHANISM, 4, delta=1e-4, population=60)
+
+    def made(width):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+        loader = DataLoader(TensorDataset(X, Y), batch_size=30)
+        return planned.make_private(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader, nn.CrossEntropyLoss(), clip=1.0, plan=plan
+        )
+
+    def go(model, optimizer, loader, criterion):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+    other = made(3)
+    while other[1].ledger.steps < 4:
+        go(*other)
+    for width in (5, 3):
+        loop = made(width)
+        state = other[1].state_dict()
+        if width == 3:
+            state["param_groups"] = state["param_groups"] * 2  # torch's optimizer refuses it, after all of our checks
+        with pytest.raises((mm.ModelMixError, ValueError)):
+            loop[1].load_state_dict(state)
+        with contextlib.suppress(mm.BudgetExceeded):
+            for _ in range(5):
+                go(*loop)
+        assert loop[1].ledger.steps <= 4
+
+
+class Everybody(mm.Rule):
+    def draw(self, draws, count, rate):
+        return torch.arange(count)
+
+
+class Declared(Everybody):
+    unproved = ("everybody is in every draw",)
+
+
+def test_a_rule_of_ones_own_proves_nothing():
+    for rule in (Everybody("plain"), Declared("plain")):
+        with pytest.raises(mm.UnprovedError):
+            stopped_loop(rule=rule)
+    with pytest.raises(mm.UnprovedError, match="a rule of your own"):
+        trainer(rule=Everybody("plain"))
+    run = trainer(rule=Declared("plain"))
+    with pytest.raises(mm.UnprovedError):
+        _ = run.guarantee
+    with pytest.raises(mm.UnprovedError):
+        mm.epsilon(run.plan)
+
+
+def test_what_a_run_says_of_itself_is_not_given_from_outside(tmp_path):
+    loud = mm.Plan.of(mm.Mechanism(9.0, 0.5), 20, delta=1e-4, population=60)
+    run = trainer(folder=tmp_path / "run", about={"plan": loud.as_dict(), "population": 7})
+    run.run(2, progress=False)
+    assert mm.epsilon(mm.load_claim(tmp_path / "run"), 1e-4) == mm.epsilon(PLAN)
+
+
+def test_a_plan_is_not_extended_while_its_run_goes_on(tmp_path):
+    class Extends(mm.Callback):
+        def on_step(self, run):
+            run._run.extend(5)
+
+    with pytest.raises(mm.ModelMixError, match="a run is going on"):
+        trainer(folder=tmp_path / "run", callbacks=[Extends()]).run(2, progress=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"test_public": "no"}, {"resume": 1}, {"about": "x"}, {"engine": 3}, {"callbacks": mm.Callback()}],
+    ids=str,
+)
+def test_options_have_types(options):
+    with pytest.raises(mm.ModelMixError):
+        mm.RunOptions(**options)
+
+
+def test_live_ledgers_are_no_plans_and_no_claims(tmp_path):
+    run = stopped_run(tmp_path / "run")
+    with pytest.raises(mm.ModelMixError, match="planned more steps"):
+        mm.Plan.of(run.ledger, delta=1e-4)

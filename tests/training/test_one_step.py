@@ -20,6 +20,7 @@ from modelmix.training.private import PrivateOptimizer
 from modelmix.training.step import PrivateStep, RunAccount
 from modelmix.training.task import resolve_plan
 
+RULE = Rule("plain")
 ONE, TWO, THREE = (mm.Mechanism(z, q) for z, q in ((1.0, 0.2), (2.0, 0.2), (1.0, 0.5)))
 
 
@@ -124,8 +125,8 @@ def stepped(monkeypatch, fails="", mechanism=None):
     monkeypatch.setattr(step, "propose_step", propose)
     random = SimpleNamespace(step=lambda: "draws", advance=told_of("advance"))
     plan = mm.Plan.of(lines((ONE, 6), (TWO, 1), (THREE, 1)), population=50)
-    account = SimpleNamespace(add=told_of("account"))
-    run = PrivateStep(plan, "rule", 3.0, before, random, account)
+    account = SimpleNamespace(add=told_of("account"), taken=lambda state: state.step)
+    run = PrivateStep(plan, RULE, 3.0, before, random, account)
     try:
         run.take("total", 0.25, mechanism, meanwhile=told_of("meanwhile"))
     except mm.ModelMixError:
@@ -141,7 +142,7 @@ ORDER = ["proposed", "meanwhile", "account", "accepted", "advance"]
 def test_a_step_is_of_the_coming_number_everywhere(monkeypatch):
     run, told, seen, before, after = stepped(monkeypatch)
     assert told == ORDER
-    how = {"rule": "rule", "mechanism": TWO, "clip": 3.0, "eta": 0.25, "expected_batch": 10.0}
+    how = {"rule": RULE, "mechanism": TWO, "clip": 3.0, "eta": 0.25, "expected_batch": 10.0}
     assert seen["proposed"] == (before, "total", "draws", how)
     assert seen["account"] == (7, TWO)
     assert run.state is after
@@ -164,7 +165,7 @@ def test_a_mean_is_noisy_accounted_and_never_mixed(monkeypatch):
     zero, told = torch.zeros(3, dtype=torch.float64), []
     random = Randomness(4)
     noise = random.step().gaussian("noise", 3)
-    account = SimpleNamespace(add=lambda *line: told.append((line, random.state())))
+    account = SimpleNamespace(add=lambda *line: told.append((line, random.state())), taken=lambda state: state.step)
     plan = mm.Plan.of(lines((ONE, 1), (TWO, 1)), population=50)
     run, key = PrivateStep(plan, Rule("plain"), 3.0, State.start(zero), random, account), random.state()
     total = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
@@ -489,7 +490,7 @@ def completed(monkeypatch, rule="mix", fails="", changed=False, decay=None):
 
         return call
 
-    account = SimpleNamespace(add=told_of("saved"), steps=1)
+    account = SimpleNamespace(add=told_of("saved"), steps=1, taken=lambda state: 0)
     random = Randomness(8)
     monkeypatch.setattr(random, "advance", told_of("advance"))
     plan = mm.Plan.of(lines((ONE, 4)), population=25)
@@ -538,7 +539,7 @@ def test_without_mixing_the_optimizer_is_given_the_noisy_mean(monkeypatch):
     assert run.model.bias.grad is None
     assert run.total.tolist() == [0.0]
     assert run.added == 0
-    assert inner.number == 1
+    assert inner.state.step == 1
 
 
 @pytest.mark.parametrize("fails", ["saved", "advance", "write"])
@@ -549,7 +550,7 @@ def test_the_line_comes_first_and_a_sum_is_used_once(monkeypatch, fails):
     assert run.total.tolist() == [0.0]
     assert run.added == 0
     assert (inner.state.last.item() == 0.5) == (fails != "write")
-    assert inner.number == 1  # the line counts
+    assert inner.state.step == 1  # the line counts
 
 
 @pytest.mark.parametrize("rule", ["mix", "plain"])

@@ -44,6 +44,7 @@ def all_released(spent: Released | Sequence[Released]) -> Ledger:
         spent.require_whole()
         return spent
     if isinstance(spent, Claim):
+        spent.ledger.require_whole()
         return spent.ledger
     if isinstance(spent, (str, PathLike)):
         return load_claim(fspath(spent)).ledger
@@ -264,6 +265,7 @@ class Plan:
 def _claim_of(ledger: Ledger, asked: Mapping[str, object]) -> dict[str, object]:
     """What a plan over the phases of a ledger may claim; refuses arguments that claim more than it does."""
     ledger.require_proof()
+    ledger.require_whole()
     if ledger.seeded:
         raise ModelMixError("this ledger is of a seeded run, which a plan cannot say: plan its mechanism anew.")
     if ledger.populations and ledger.population is None:

@@ -366,8 +366,18 @@ def _reached(function: types.FunctionType) -> Iterator[Any]:
     found = [function.__globals__.get(name) for name in names]
     for value in (*found, *(sys.modules.get(name) for name in _imported(function.__code__))):
         if isinstance(value, types.ModuleType):
-            if not _is_library(value.__name__):
-                yield from (vars(value).get(inner) for inner in names)
+            yield from _of_module(value, names)
+        else:
+            yield value
+
+
+def _of_module(module: types.ModuleType, names: list[str], depth: int = 3) -> Iterator[Any]:
+    """Yield what code may look up in a module of the user's by name, and in modules within it."""
+    if _is_library(module.__name__):
+        return
+    for value in (vars(module).get(name) for name in names):
+        if isinstance(value, types.ModuleType) and depth:
+            yield from _of_module(value, names, depth - 1)
         else:
             yield value
 

@@ -81,6 +81,7 @@ class Record:
     def begin(self, about: Mapping[str, Any]) -> None:
         """Writes the settings of a new run into a new or empty folder."""
         config = {
+            **about,
             "schema": SCHEMA,
             "version": VERSION,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -89,7 +90,6 @@ class Record:
             "modelmix": __version__,
             "settings": self._settings,
             "plan": self._plan.as_dict(),
-            **about,
         }
         self.folder.require_vacant()
         with self.folder:

@@ -37,6 +37,8 @@ class Augment:
     copies: int = 1
 
     def __post_init__(self) -> None:
+        if self.function is not None and not callable(self.function):
+            raise ModelMixError(f"function = {self.function!r} cannot be called: give function(inputs, generator).")
         whole("copies", self.copies, "the number of augmented copies of a sample", least=1)
         if self.function is None and self.copies > 1:
             raise ModelMixError("copies > 1 needs a function: copies of a sample must differ to be worth their time.")

@@ -62,7 +62,7 @@ class RunFiles:
             self._restore(self.record.resume())
             self._restrictions = self.record.restrict(self._restrictions)
         else:
-            about = {"name": options.name, **task.facts(step.plan), **options.about, **self._restrictions}
+            about = {**options.about, "name": options.name, **task.facts(step.plan), **self._restrictions}
             self.record.begin(about)
         self.writers = writers(self.record)
 

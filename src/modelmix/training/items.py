@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+_TRIES = 4  # of reading an item by which new generators appear
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -92,7 +94,8 @@ class Items(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         vars(self)["_dataset"] = dataset
-        vars(self)["_generators"] = None  # found at the first read in this process
+        vars(self)["_generators"] = None  # found at the first read in this process, and when attributes change
+        vars(self)["_attributes"] = None
 
     def __len__(self) -> int:
         return len(vars(self)["_dataset"])
@@ -102,10 +105,31 @@ class Items(Dataset[Any]):
         index, seed = item if isinstance(item, tuple) else (item, 0)
         if type(dataset) is TensorDataset:
             return own_copy(dataset[index])
-        if vars(self)["_generators"] is None:
-            vars(self)["_generators"] = own_generators(dataset)
-        with seeded((seed ^ (index * 0x9E3779B97F4A7C15)) % 2**63, vars(self)["_generators"]):
-            return own_copy(dataset[index])
+        seed = (seed ^ (index * 0x9E3779B97F4A7C15)) % 2**63
+        for _ in range(_TRIES):
+            with seeded(seed, self._own_generators()):
+                found = own_copy(dataset[index])
+            known = vars(self)["_generators"]
+            if self._own_generators() is known:
+                return found
+        raise UnprovedError(
+            ALONE,
+            "a dataset makes random generators anew whenever an item is read.",
+            "Make them once, or draw from the generators of torch, NumPy or Python.",
+        )
+
+    def _own_generators(self) -> list[Any]:
+        """Return the generators of the dataset; looked for again when one of its attributes is another object."""
+        dataset = vars(self)["_dataset"]
+        attributes = [id(value) for value in vars(dataset).values()] if hasattr(dataset, "__dict__") else []
+        if vars(self)["_generators"] is None or attributes != vars(self)["_attributes"]:
+            found = own_generators(dataset)
+            same = vars(self)["_generators"] or []
+            if vars(self)["_generators"] is None or [id(g) for g in found] != [id(g) for g in same]:
+                vars(self)["_generators"] = found
+            vars(self)["_attributes"] = attributes
+        generators: list[Any] = vars(self)["_generators"]
+        return generators
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in vars(self):
@@ -116,7 +140,7 @@ class Items(Dataset[Any]):
         setattr(vars(self)["_dataset"], name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_generators": None}
+        return {**vars(self), "_generators": None, "_attributes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -166,6 +190,7 @@ class SeparateCollate:
                 ALONE, "collate_fn does not give one row for one item.", "Return one row for every sample."
             )
         self._first = None if usual else first
+        self._generators = [] if usual else own_generators(self._collate)
         self._expected = None if usual else self._of_first()
         if self._expected is not None and digest_of(self._expected) != digest_of(self._of_first()):
             self._expected = None  # random by itself: its contents are watched
@@ -190,7 +215,7 @@ class SeparateCollate:
         return tree_unflatten(found, self._form), fits
 
     def _of_first(self) -> Any:
-        with seeded(0):
+        with seeded(0, self._generators):
             return own_copy(self._collate([self._first]))
 
     def warn_of_misfits(self, fits: Tensor) -> None:
@@ -205,10 +230,17 @@ class SeparateCollate:
             stacklevel=2,
         )
 
+    def _collated(self, item: Any) -> Any:
+        """Collate one item, with draws that nobody knows: those of the loop's generators are a public stream."""
+        if self._first is None:  # torch's own function, which draws nothing
+            return self._collate([item])
+        with seeded(int.from_bytes(os.urandom(7), "little"), self._generators):
+            return self._collate([item])
+
     def _row(self, item: Any) -> list[Tensor] | None:
         """The tensors of one item; None if they have another form than those of the first."""
         try:
-            leaves, form = tree_flatten(self._collate([item]))
+            leaves, form = tree_flatten(self._collated(item))
         except (TypeError, RuntimeError):  # of no type that can be collated
             return None
         if form != self._form or not all(isinstance(t, Tensor) for t in leaves):

@@ -55,7 +55,7 @@ from modelmix.training.loop_pass import (
 from modelmix.training.options import LoopOptions
 from modelmix.training.randomness import Randomness
 from modelmix.training.rules import Rule, State
-from modelmix.training.step import PrivateStep
+from modelmix.training.step import PrivateStep, require_honest
 
 _COVERS_NOT = (
     "what the loop prints or does with training samples, their outputs and losses: for instance learning rates and "
@@ -308,6 +308,7 @@ class PrivateLoop:
 
 def _rule_of_loop(rule: Rule, plan: Plan) -> tuple[float | None, Rule]:
     """Return the fixed threshold of a loop, if it has one, and its rule; refuse what a loop cannot do."""
+    require_honest(rule)
     if rule.tau is not None and not isinstance(rule.tau, (int, float)):
         raise ModelMixError("tau of a loop is a number: give a plan of several phases in place of a schedule.")
     tau = None if rule.tau is None else positive("tau", rule.tau, "the mixing threshold")

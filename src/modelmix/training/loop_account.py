@@ -22,6 +22,7 @@ from modelmix.accounting.mechanism import Mechanism
 from modelmix.accounting.plan import Plan
 from modelmix.accounting.runs import Claim, plan_beside, read_object, restrictions
 from modelmix.errors import BudgetExceeded, ModelMixError, UnprovedError
+from modelmix.training.rules import State
 
 
 class LoopAccount:
@@ -86,8 +87,19 @@ class LoopAccount:
         claim = Claim(planned, self.ledger, assumed=self.said["assumed"], excluded=self.said["excluded"])
         return claim.qualified(self.planned)
 
+    def taken(self, state: State) -> int:
+        """Return the steps that have a line: a line that is written counts, whatever became of its step."""
+        return self.steps
+
     def add(self, step: int, mechanism: Mechanism) -> None:
-        """Write the line of a step before it exists; refuse if somebody else has written to the file."""
+        """Write the line of a step before it exists; refuse one past the plan, and a file that another has written."""
+        self.plan.require(self.steps + 1)
+        if step != self.steps + 1:
+            raise UnprovedError(
+                "a step runs the mechanism that its ledger line names",
+                f"step {step} was prepared where step {self.steps + 1} is due.",
+                "Take one batch from the loader for every step.",
+            )
         self.own = self.own.add(mechanism)
         if self._file is None:
             return

@@ -14,6 +14,12 @@ from modelmix.runs.callbacks import Callback, check_callbacks
 from modelmix.training.performance import Performance
 
 
+def require_type(name: str, value: object, kind: type, example: str) -> None:
+    """Refuse a value of another type in one line."""
+    if not isinstance(value, kind):
+        raise ModelMixError(f"{name} = {value!r} is not of the right kind: give {example}.")
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """How a run of a ``Trainer`` is made, watched and kept.
@@ -48,6 +54,13 @@ class RunOptions:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("resume", "test_public"):
+            require_type(name, getattr(self, name), bool, "True or False")
+        if self.engine is not None:
+            require_type("engine", self.engine, Engine, "an Engine that was made for this model, or None")
+        require_type("about", self.about, Mapping, "a dict of what config.json shall say as well")
+        if isinstance(self.callbacks, Callback):
+            raise ModelMixError("callbacks is a list: give callbacks=[...].")
         if self.nonfinite not in ("stop", "drop"):
             raise ModelMixError(f"nonfinite = {self.nonfinite!r} is unknown: choose stop or drop.")
         object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))

@@ -41,7 +41,7 @@ from modelmix.training.items import Items, as_pair
 from modelmix.training.loop import PrivateLoop
 from modelmix.training.loop_checks import ONE_DRAW, check_loader, check_optimizer
 from modelmix.training.loop_pass import DrawPart, modes_of
-from modelmix.training.options import LoopOptions
+from modelmix.training.options import LoopOptions, require_type
 from modelmix.training.rules import Rule, State
 from modelmix.training.sampling import LazyBatches
 
@@ -116,8 +116,10 @@ def make_private(
         given = {"epsilon": epsilon, "epochs": epochs, "population": population}
         said = " and ".join(name for name, value in given.items() if value is not None)
         raise ModelMixError(f"plan already contains {said}: give either plan or {said}.")
+    options = LoopOptions() if options is None else options
+    require_type("options", options, LoopOptions, "mm.LoopOptions(chunk=64)")
     loop = PrivateLoop(
-        model, optimizer, loader, criterion, plan.bound_to(n), Clip(clip).c, rule or Rule(), options or LoopOptions()
+        model, optimizer, loader, criterion, plan.bound_to(n), Clip(clip).c, Rule() if rule is None else rule, options
     )
     return model, PrivateOptimizer(loop, optimizer), PrivateLoader(loop, loader), PrivateCriterion(loop)
 
@@ -379,14 +381,14 @@ class PrivateOptimizer(Optimizer):
                 "Load it as optimizer.state_dict() gave it; learning rates may be changed after loading.",
             )
         loop.require_weights_of(private)
-        loop.account.take_on(private)
-        self._original.load_state_dict(own)
-        self.param_groups, self.state = self._original.param_groups, self._original.state
         present = loop.step.state.last
         device = present.device
         last, previous, velocity = (private[name].to(device) for name in ("last", "previous", "velocity"))
         if any(t.shape != present.shape for t in (last, previous, velocity)):
             raise ModelMixError("this state dict is of another model: its states have other sizes.")
+        loop.account.take_on(private)
+        self._original.load_state_dict(own)
+        self.param_groups, self.state = self._original.param_groups, self._original.state
         loop.step.state = State(last, previous, velocity, step=loop.account.steps)
         loop.forget_draw()
         if loop.step.rule.mixes:

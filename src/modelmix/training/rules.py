@@ -86,8 +86,8 @@ class Rule:
             raise ModelMixError(f"padding = {self.padding!r} is unknown: choose one of {', '.join(PADDINGS)}.")
         at_least_zero("weight_decay", self.weight_decay, "the weight decay")
         for name, value in (("momentum", self.momentum), ("ema", 0.0 if self.ema is None else self.ema)):
-            if not 0 <= value < 1:
-                raise ModelMixError(f"{name} = {value:g} is not allowed: it must be at least 0 and below 1.")
+            if not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ModelMixError(f"{name} = {value} is not allowed: it must be at least 0 and below 1.")
 
     @property
     def unproved(self) -> tuple[str, ...]:

@@ -29,6 +29,9 @@ class Account(Protocol):
     def ledger(self) -> Ledger:
         """Everything that was released about the samples, what was spent before included."""
 
+    def taken(self, state: State) -> int:
+        """Return how many steps of the plan were taken."""
+
     def add(self, step: int, mechanism: Mechanism) -> None:
         """Write the line of a step before its state exists."""
 
@@ -44,6 +47,10 @@ class RunAccount:
     def __init__(self, ledger: Ledger, before: int) -> None:
         self.ledger = ledger
         self._before = before
+
+    def taken(self, state: State) -> int:
+        """Return the steps of the state: a line may be ahead of it, of a step that is taken again."""
+        return state.step
 
     def add(self, step: int, mechanism: Mechanism) -> None:
         """Add the line of a step, unless it was written for a state that was never kept and that nobody has seen."""
@@ -77,13 +84,20 @@ class PrivateStep:
     def __init__(
         self, plan: Plan, rule: Rule, clip: float, state: State, randomness: Randomness, account: Account
     ) -> None:
+        require_honest(rule)
+        if rule.unproved and not plan.unproved:
+            raise UnprovedError(
+                "a step does what its mechanism says",
+                f"this rule of a step breaks the proof ({rule.unproved[0]}), and the plan does not say so.",
+                "Use mm.Rule, or a Trainer, which marks its plan and proves nothing.",
+            )
         self.plan, self.rule, self.clip = plan, rule, clip
         self.state, self.randomness, self.account = state, randomness, account
 
     @property
     def number(self) -> int:
         """Steps taken so far."""
-        return self.state.step
+        return self.account.taken(self.state)
 
     @property
     def mechanism(self) -> Mechanism:
@@ -152,8 +166,20 @@ class PrivateStep:
         mean = noisy_mean(total, self.randomness.step(), mechanism, self.clip, self.expected_batch(mechanism))
         self.account.add(self.number + 1, mechanism)
         self.randomness.advance()  # before anybody has seen the noise
-        self.state = replace(self.state, step=self.number + 1)
+        self.state = replace(self.state, step=self.state.step + 1)
         return mean
+
+
+def require_honest(rule: object) -> None:
+    """Refuse a rule of one's own that does not say what it breaks: what it does is not what was proved."""
+    if not isinstance(rule, Rule):
+        raise ModelMixError(f"rule = {rule!r} is not a Rule: give mm.Rule(...), for instance mm.Rule(momentum=0.9).")
+    if type(rule) is not Rule and not rule.unproved:
+        raise UnprovedError(
+            "a step does what its mechanism says",
+            f"{type(rule).__name__} is a rule of your own, and no proof covers what it overrides.",
+            "Use mm.Rule, or let its unproved name what it breaks: its runs train, and prove nothing.",
+        )
 
 
 def noise(mechanism: Mechanism, draws: StepRandomness, count: int, device: torch.device | str = "cpu") -> Tensor:

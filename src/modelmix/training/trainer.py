@@ -34,13 +34,13 @@ from modelmix.training.guard import (
     check_model,
     require_one_process,
 )
-from modelmix.training.options import RunOptions
+from modelmix.training.options import RunOptions, require_type
 from modelmix.training.progress import Progress
 from modelmix.training.randomness import Randomness
 from modelmix.training.rules import Rule, State
 from modelmix.training.sampling import Chunk, Prefetched, Source, as_source
 from modelmix.training.schedules import Schedule
-from modelmix.training.step import PrivateStep, RunAccount
+from modelmix.training.step import PrivateStep, RunAccount, require_honest
 from modelmix.training.task import TrainingTask
 
 _EVALUATIONS = 20
@@ -105,7 +105,10 @@ class Trainer:
                 f"{plan!r} is not a Plan: make one with mm.plan(epsilon=..., ...) or mm.Plan.of(mechanism, steps)."
             )
         self._options = options = RunOptions() if options is None else options
-        rule, augment = rule or Rule(), augment or Augment()
+        rule, augment = Rule() if rule is None else rule, Augment() if augment is None else augment
+        require_honest(rule)
+        require_type("augment", augment, Augment, "mm.Augment(function, copies=4)")
+        require_type("options", options, RunOptions, "mm.RunOptions(seed=1)")
         self._task, plan = TrainingTask.of(model, loss, train_set, plan, clip, lr, rule, augment, embedding, options)
         task, rule = self._task, self._task.rule
         self._test = None if test_set is None else self._as_test(test_set)
@@ -226,6 +229,8 @@ class Trainer:
 
     def extend(self, steps: int) -> Trainer:
         """Plan ``steps`` more steps of the last mechanism; the guarantee becomes that of the longer plan."""
+        if self._alone.locked():
+            raise ModelMixError("a run is going on: extend the plan when it has ended.")
         self._step.plan = self.plan.extended(steps)
         if self._files.record is not None:
             with self._files.record as record:
