@@ -2,7 +2,7 @@
 
 >>> import modelmix as mm
 >>> mechanism = mm.Mechanism(noise_multiplier=0.335, sample_rate=0.03, mixing_width=11.25, p=100)
->>> round(mm.epsilon(mechanism, delta=1e-5, steps=3400), 3)
+>>> round(mm.epsilon(mechanism, delta=1e-5, steps=3400), 2)
 6.86
 """
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelmix as mm
+from modelmix.accounting import accountant
 from modelmix.accounting.facts import CHECKED_ORDERS, convexity, width_growth
 from modelmix.accounting.moments import log_moments
 from modelmix.accounting.quadrature import panel_rule
@@ -194,8 +195,9 @@ def test_an_unknown_law_that_obeys_gets_the_same_epsilon(omega):
 
 
 @pytest.mark.parametrize(("z", "q", "steps"), [(10.0, 1e-6, 10**6), (5.0, 1e-3, 10), (0.1, 0.5, 3)])
-def test_panels_reach_the_peak_of_an_unknown_law(z, q, steps):
+def test_panels_reach_the_peak_of_an_unknown_law(z, q, steps, monkeypatch):
     """Large orders put the integrand's peak thousands of scales away; a rule that stops short would be too small."""
+    monkeypatch.setattr(accountant, "real_curve", lambda mechanism: None)  # for known laws only
     laws = (Copy, "gaussian")
     own, known = (mm.epsilon(mm.Mechanism(z, q, law=law), 1e-5, steps=steps, by="renyi") for law in laws)
     assert own >= known * (1 - 1e-9)

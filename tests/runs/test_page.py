@@ -148,7 +148,7 @@ def test_the_numbers_are_those_of_the_ledger_rounded_up(tmp_path, name):
     assert f"{ledger.steps} of 3,400 planned" in text
     assert f"({show.up(guarantee(ledger, DELTA).epsilon)}, 1e-05)-differential privacy" in text
     assert f"{100 * (0.8 - 20 / (ledger.steps + 30)):.2f} %" in text
-    for line in assumptions(ledger):
+    for line in assumptions(ledger, guarantee(ledger, DELTA).accountant):
         assert line in text
     assert "seeded" not in text
     assert "not proved" not in text

@@ -110,8 +110,12 @@ def guarantee(
     *,
     steps: int | None = None,
     conversion: Conversion = "improved",
+    real_orders: bool = True,
 ) -> RenyiBound:
-    """The smallest epsilon the moments prove at ``delta``. The order grid grows until its optimum is inside it."""
+    """The smallest epsilon the moments prove at ``delta``. The order grid grows until its optimum is inside it.
+
+    Without ``real_orders`` straight lines between whole orders are all that the improved conversion sees.
+    """
     delta = probability("delta", delta, "the failure probability")
     phases = _phases(source, steps)
     if not phases:
@@ -120,7 +124,7 @@ def guarantee(
     for level in range(LAST_LEVEL + 1):
         orders, kappa = orders_at(level), _compose(phases, level)
         if conversion == "improved":
-            orders, kappa = _refined(phases, level, kappa)
+            orders, kappa = _refined(phases, level, kappa) if real_orders else refine(orders, kappa)
         candidates = epsilons(orders, kappa, delta, conversion)
         best = int(np.argmin(candidates))
         if best < orders.size - 1:
@@ -146,9 +150,10 @@ def epsilon(
     *,
     steps: int | None = None,
     conversion: Conversion = "improved",
+    real_orders: bool = True,
 ) -> float:
     """epsilon at ``delta`` of a mechanism run for ``steps``, or of a ledger."""
-    return guarantee(source, delta, steps=steps, conversion=conversion).epsilon
+    return guarantee(source, delta, steps=steps, conversion=conversion, real_orders=real_orders).epsilon
 
 
 def delta(

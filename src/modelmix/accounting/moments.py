@@ -96,6 +96,8 @@ def sampled_moment_bounds(law: Law, shift: float, orders: Array, sample_rate: fl
     alpha, shift = np.asarray(orders, dtype=np.float64), abs(float(shift))
     if not rule_is_proved(law):
         raise ModelMixError(f"{law} has no proved rule at orders between whole numbers.")
+    if type(law) is Mixed and law.omega < _NEGLIGIBLE * law.scale:  # mixing, post-processing, only lowers moments
+        law = law.base
     rule = strip_rule(law, shift, float(alpha.max()), sampled=True)
     rule = replace(rule, relative=2 * rule.relative)
     return np.logaddexp(0.0, _sum(law, shift, alpha, rule, sample_rate)[1])

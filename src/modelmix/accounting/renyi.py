@@ -30,7 +30,7 @@ Conversion = Literal["improved", "classic"]
 
 REAL_ORDERS = np.array([1.04, 1.06, 1.08, *np.arange(1.1, 1.95, 0.05), 2.25, 2.5, 2.75, 3.25, 3.5, 3.75])
 """Orders between whole numbers at which a sampled moment is computed where one coordinate is the worst gradient."""
-_LEAST_SHIFT, _MOST_SHIFT = 1e-3, 40.0  # in standard deviations; others keep their whole orders
+_LEAST_SHIFT, _MOST_SHIFT = 1e-3, 40.0  # in standard deviations; beyond the second, whole orders alone
 _EPS = float(np.finfo(np.float64).eps)
 _TOPS = (64, 256, 4096, 32768, 131072)
 LAST_LEVEL = len(_TOPS) - 1
@@ -107,15 +107,14 @@ def sampled_curve(log_a: Array, sample_rate: float, level: int) -> Array:
 
 @lru_cache(maxsize=512)
 def real_curve(mechanism: Mechanism) -> Array | None:
-    """kappa of one step at ``REAL_ORDERS``, for the gradient of one coordinate under Gaussian noise; None for others.
+    """kappa of one step at ``REAL_ORDERS``, for a gradient under Gaussian noise with one bound; None for others.
 
-    That this gradient is the worst at real orders from 1.04 on, sampled or not, is Corollary "powers" of
-    docs/proofs.md.
+    What several coordinates of a bounded size can do, one of the same l2 norm can: it is the worst gradient of a larger
+    set. That it is the worst at real orders from 1.04 on, sampled or not, is proved in docs/proofs.md.
     """
-    ((law, shift, count), *others), *more = mechanism.moment_bounds
-    if others or more or count != 1 or not isinstance(known(law), Gaussian):
-        return None
-    if not _LEAST_SHIFT <= shift / law.scale <= _MOST_SHIFT:
+    ((law, size, count), *others), *more = mechanism.moment_bounds
+    shift = max(size * math.sqrt(count) * (1 + 4 * _EPS), _LEAST_SHIFT * law.scale)  # moments grow with the shift
+    if others or more or not isinstance(known(law), Gaussian) or shift > _MOST_SHIFT * law.scale:
         return None
     kappa = sampled_moment_bounds(law, shift, REAL_ORDERS, mechanism.sample_rate)
     kappa.setflags(write=False)
