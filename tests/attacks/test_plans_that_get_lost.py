@@ -203,7 +203,7 @@ def test_a_plan_is_not_extended_while_its_run_goes_on(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [{"test_public": "no"}, {"resume": 1}, {"about": "x"}, {"engine": 3}, {"callbacks": mm.Callback()}],
-    ids=str,
+    ids=["test_public", "resume", "about", "engine", "callbacks"],
 )
 def test_options_have_types(options):
     with pytest.raises(mm.ModelMixError):
