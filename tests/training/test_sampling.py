@@ -19,8 +19,9 @@ from torch.utils.data import Dataset
 
 import modelmix as mm
 from modelmix.gradients.device import to_device_async
-from modelmix.training import Performance, Randomness, digests, item_checks, items, sampling
+from modelmix.training import Performance, Randomness, digests, item_checks, sampling
 from modelmix.training.checkpoint import RunFiles
+from modelmix.training.items import SeparateCollate
 from modelmix.training.randomness import StepRandomness
 from modelmix.training.sampling import Prefetched, as_source, pieces
 from modelmix.training.step import RunAccount
@@ -210,7 +211,7 @@ def test_draws_made_early_are_the_same_draws_in_the_same_order():
     for draw in ahead:
         found.append(int(draw))
         for _ in range(int(draw)):  # never, once, more than once and at the end
-            ahead.look()
+            ahead.prefetch()
         assert len(made) == len(found) + (0 < int(draw) < 4)
     assert found == made == [0, 1, 2, 3, 4]
 
@@ -459,7 +460,7 @@ def test_a_sample_that_is_no_pair_is_refused(item):
 
 def test_a_digest_covers_type_shape_values_and_what_is_no_tensor():
     x = torch.arange(6.0)
-    digests = [
+    found = [
         digests.digest_of(sample)
         for sample in (
             x,
@@ -476,10 +477,10 @@ def test_a_digest_covers_type_shape_values_and_what_is_no_tensor():
             (x, "b"),
         )
     ]
-    assert len(set(digests)) == len(digests)
+    assert len(set(found)) == len(found)
     assert digests.digest_of(x, b"salt") != digests.digest_of(x)
     assert digests.digest_of(x[::2]) == digests.digest_of(x[::2].clone())
-    assert all(len(d) == 32 for d in digests)
+    assert all(len(d) == 32 for d in found)
 
 
 def test_samples_in_inference_mode_have_a_fingerprint():
@@ -746,7 +747,7 @@ def test_where_rows_are_looked_for():
 
 
 def collate(first, items, own=None):
-    return items.SeparateCollate(own, first)(items)
+    return SeparateCollate(own, first)(items)
 
 
 def test_items_of_one_form_are_collated_by_torch():
@@ -796,19 +797,19 @@ def test_a_collate_function_gives_tensors_of_one_row():
     item = (torch.zeros(2), 1)
     for wrong in (lambda batch: ("text", torch.zeros(1)), lambda batch: ()):
         with pytest.raises(mm.ModelMixError, match="must give tensors"):
-            items.SeparateCollate(wrong, item)
+            SeparateCollate(wrong, item)
     for wrong in (lambda b: (torch.zeros(2, 2), torch.zeros(1)), lambda b: (torch.zeros(1), torch.tensor(0.0))):
         with pytest.raises(mm.UnprovedError, match="one row for one item"):
-            items.SeparateCollate(wrong, item)
+            SeparateCollate(wrong, item)
     changing = [torch.zeros(1)]
-    collated = items.SeparateCollate(lambda batch: changing[0], item)
+    collated = SeparateCollate(lambda batch: changing[0], item)
     collated._expected = None  # it is another function from now on, which is not what is tried here
     changing[0] = "text"
     batch, fits = collated([item])
     assert fits.tolist() == [0.0]
     assert batch.tolist() == [0.0]
     changing[0] = (torch.zeros(1), torch.ones(1))
-    collated = items.SeparateCollate(lambda batch: changing[0], item)
+    collated = SeparateCollate(lambda batch: changing[0], item)
     collated._expected = None
     changing[0] = (torch.zeros(1), "text")
     batch, fits = collated([item])
@@ -817,7 +818,7 @@ def test_a_collate_function_gives_tensors_of_one_row():
 
 
 def test_items_that_do_not_count_are_said():
-    collated = items.SeparateCollate(None, torch.zeros(1))
+    collated = SeparateCollate(None, torch.zeros(1))
     collated.warn_of_misfits(torch.tensor([1.0, 1.0]))
     with pytest.warns(UserWarning, match="1 of the first 2 items .* count as zero"):
         collated.warn_of_misfits(torch.tensor([1.0, 0.0]))
