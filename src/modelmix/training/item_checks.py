@@ -91,8 +91,13 @@ def _check_items_forget(dataset: Dataset[Any], n: int) -> None:
         fresh = copy_for_probing(dataset)
         return [] if fresh is dataset else [_read(fresh, i, 0) for i in spread]
 
-    if several() != several():
-        return  # random by itself, in a way that nobody can repeat
+    if several() != several():  # copies share what they draw from, or what they remember
+        raise UnprovedError(
+            ALONE,
+            "an item of the dataset is another one when it is read again, with the same random draws.",
+            "Keep nothing between reads, also not in globals or classes, and draw from generators of torch, NumPy or "
+            "Python.",
+        )
     for seed in range(_SEEDS):
         used = copy_for_probing(dataset)
         for target in {0, n - 1 - n // 3}:

@@ -28,7 +28,13 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 _TRIES = 4  # of reading an item by which new generators appear
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    random.Random,
+)
 
 
 def own_generators(dataset: Any) -> list[Any]:
@@ -40,6 +46,8 @@ def own_generators(dataset: Any) -> list[Any]:
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, np.random.BitGenerator):
+        return copy.deepcopy(generator.state)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
@@ -48,6 +56,8 @@ def _seed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = type(generator)(seed).state
     else:
         generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
 
@@ -55,6 +65,8 @@ def _seed(generator: Any, seed: int) -> None:
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:

@@ -123,6 +123,7 @@ class PrivateLoop:
         state = State.start(self.flat.read(), step=self.account.steps)
         self.step = PrivateStep(plan, rule, clip, state, Randomness(options.seed), self.account)
         self.forget_draw()
+        self.reading = False  # whether the items of a draw are being read, or could not be
         self.inside = False
         self.original = model.forward
         model.forward = _Forward(self)

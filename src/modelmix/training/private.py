@@ -167,8 +167,16 @@ class PrivateLoader:
             pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
         )
-        for batch, fits in batches:
+        arriving = iter(batches)
+        while True:
+            loop.reading = True  # from here there is a draw, whether or not its items can be read
+            try:
+                batch, fits = next(arriving)
+            except StopIteration:
+                loop.reading = False
+                return
             self._give_out(parts, batch, fits)
+            loop.reading = False
             yield batch
 
     def _give_out(self, parts: deque[DrawPart], batch: Any, fits: Tensor) -> None:
@@ -363,11 +371,12 @@ class PrivateOptimizer(Optimizer):
         if not isinstance(state_dict.get("modelmix"), dict):
             raise ModelMixError("this state dict has no ledger: it is not one of a private optimizer.")
         private = state_dict["modelmix"]
-        if loop.pending is not None or loop.added:
+        if loop.pending is not None or loop.added or loop.reading:
             raise UnprovedError(
                 ONE_DRAW,
-                "a draw was given out and is not stepped on: loading a state now would throw it away.",
-                "Take the step and load then; which draws count must not depend on what is in them.",
+                "a draw was begun and is not stepped on: loading a state now would throw it away.",
+                "Loop over the loader, take the step and load then; which draws count must not depend on what is in "
+                "them.",
             )
         loop.step.randomness.refresh()  # before anything else: the key of a step serves one computation
         own = {key: value for key, value in state_dict.items() if key != "modelmix"}
