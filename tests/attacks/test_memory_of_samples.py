@@ -536,13 +536,18 @@ class Caches(Rows):
         return self.cache[i], int(self.y[i])
 
 
-@pytest.mark.parametrize("kind", [Rows, OneHot, Named, DrawsAnew, DrawsItsOwn, GivesObjects, Caches])
+@pytest.mark.parametrize("kind", [Rows, OneHot, Named, DrawsItsOwn, GivesObjects, Caches])
 def test_datasets_that_remember_nothing_are_not_refused(kind):
     x, y = samples()
     y, _ = torch.sort(y)  # the last row has the last class
     check_items_independent(kind(x, y))
     check_items_independent(torch.utils.data.Subset(kind(x, y), torch.randperm(len(y))))
     check_items_independent(torch.utils.data.Subset(kind(x, y), torch.arange(len(y))))
+
+
+def test_entropy_of_the_system_cannot_be_told_from_memory():
+    with pytest.raises(mm.UnprovedError, match="another one when it is read again"):
+        check_items_independent(DrawsAnew(*samples()))
 
 
 class SeedsAll(Rows):

@@ -546,7 +546,7 @@ def test_a_terminal_sees_steps_speed_and_epsilon(recipe, tmp_path):
 
 def test_ctrl_c_on_a_terminal(recipe, tmp_path):
     folder = tmp_path / "out"
-    noise = ("--set", "privacy.noise_multiplier=1")
+    noise = ("--set", "privacy.noise_multiplier=300", "--set", "run.evaluate_every=100000")
     arguments = [recipe, "--out", folder, *noise, "--steps", 100000, "--mechanism", "plain"]
     code, shown = _on_a_terminal(arguments, interrupt_at=b"steps/s")
     assert code == 130

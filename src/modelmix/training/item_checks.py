@@ -91,7 +91,8 @@ def _check_items_forget(dataset: Dataset[Any], n: int) -> None:
         fresh = copy_for_probing(dataset)
         return [] if fresh is dataset else [_read(fresh, i, 0) for i in spread]
 
-    if several() != several():  # copies share what they draw from, or what they remember
+    # Copies may share what they draw from, or what they remember: nobody can tell that from entropy of the system.
+    if several() != several():
         raise UnprovedError(
             ALONE,
             "an item of the dataset is another one when it is read again, with the same random draws.",
