@@ -155,7 +155,7 @@ def test_where_the_renyi_accountant_is_better_and_where_not():
         for steps in (10, 1000):
             for omega in (5.0, 50.0, 500.0):
                 mechanism = mm.Mechanism(z, 1.0, omega, law="laplace")
-                renyi = mm.epsilon(mechanism, 1e-5, steps=steps)
+                renyi = mm.epsilon(mechanism, 1e-5, steps=steps, by="renyi")
                 if closed.bernstein(mechanism, 1e-5, steps).epsilon < renyi:
                     worse.append(renyi)
     assert len(worse) >= 3
@@ -216,12 +216,14 @@ def test_the_command(run, tmp_path):
     assert data["gaussian_width_needed"] > 1e9
     i = 12
     mechanism = mm.Mechanism(1.0, 1.0, data["omega"][i], law="laplace")
-    assert data["renyi"][i] == mm.epsilon(mechanism, 1e-5, steps=1000)
+    assert data["renyi"][i] == mm.epsilon(mechanism, 1e-5, steps=1000, by="renyi")
     assert data["bernstein"][i] == closed.bernstein(mechanism, 1e-5, 1000).epsilon
     assert (tmp_path / "a.svg").exists()
 
 
 def test_the_slopes_are_those_of_the_accountant():
     (first, *_) = experiment.slopes([10.0 * 1.3**i for i in range(7)])
-    low, high = (mm.epsilon(mm.Mechanism(1.0, 1.0, w, law="laplace"), 1e-5, steps=1000) for w in (10.0, 10 * 1.3**6))
+    low, high = (
+        mm.epsilon(mm.Mechanism(1.0, 1.0, w, law="laplace"), 1e-5, steps=1000, by="renyi") for w in (10.0, 10 * 1.3**6)
+    )
     assert first.slope[0] == pytest.approx(math.log(high / low) / (6 * math.log(1.3)))
