@@ -4,7 +4,7 @@ For each mechanism the losses of its worst gradient's coordinates are added up (
 
     r  ->  t = 1 - q + q r,
 
-and the steps are added up. A sampled pair is (P, X), X = (1-q) P + q Q. *Removing* the sample tests X against P:
+and the steps are added up. A sampled pair is (P, X), X = (1-q) P + q Q. *Removing* tests X against P:
 losses log t under X. *Adding* it tests P against X: losses -log t under P. The coordinates' pair is its own mirror
 image, so one law of losses serves both directions: under P with r = exp(-loss) for adding.
 
