@@ -28,24 +28,18 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 _TRIES = 4  # of reading an item by which new generators appear
-_GENERATORS = (
-    torch.Generator,
-    np.random.Generator,
-    np.random.BitGenerator,
-    np.random.RandomState,
-    random.Random,
-)
+_GENERATORS = (torch.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
 
 def own_generators(dataset: Any) -> list[Any]:
     """Return the generators that a dataset brings: on its attributes, in closures, transforms and modules."""
-    found = (g for g in reachable(dataset) if isinstance(g, _GENERATORS) and not isinstance(g, random.SystemRandom))
+    # The state of NumPy's generators is that of the bit generators within.
+    each = (g.bit_generator if isinstance(g, np.random.Generator) else g for g in reachable(dataset))
+    found = (g for g in each if isinstance(g, _GENERATORS) and not isinstance(g, random.SystemRandom))
     return list({id(g): g for g in found}.values())
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
     if isinstance(generator, np.random.BitGenerator):
         return copy.deepcopy(generator.state)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
@@ -54,8 +48,6 @@ def _state_of(generator: Any) -> Any:
 def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, np.random.BitGenerator):
         generator.state = type(generator)(seed).state
     else:
@@ -63,9 +55,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.BitGenerator):
+    if isinstance(generator, np.random.BitGenerator):
         generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
@@ -119,9 +109,9 @@ class Items(Dataset[Any]):
             return own_copy(dataset[index])
         seed = (seed ^ (index * 0x9E3779B97F4A7C15)) % 2**63
         for _ in range(_TRIES):
-            with seeded(seed, self._own_generators()):
+            known = self._own_generators()
+            with seeded(seed, known):
                 found = own_copy(dataset[index])
-            known = vars(self)["_generators"]
             if self._own_generators() is known:
                 return found
         raise UnprovedError(
@@ -134,14 +124,13 @@ class Items(Dataset[Any]):
         """Return the generators of the dataset; looked for again when one of its attributes is another object."""
         dataset = vars(self)["_dataset"]
         attributes = [id(value) for value in vars(dataset).values()] if hasattr(dataset, "__dict__") else []
-        if vars(self)["_generators"] is None or attributes != vars(self)["_attributes"]:
+        known: list[Any] | None = vars(self)["_generators"]
+        if known is None or attributes != vars(self)["_attributes"]:
             found = own_generators(dataset)
-            same = vars(self)["_generators"] or []
-            if vars(self)["_generators"] is None or [id(g) for g in found] != [id(g) for g in same]:
-                vars(self)["_generators"] = found
-            vars(self)["_attributes"] = attributes
-        generators: list[Any] = vars(self)["_generators"]
-        return generators
+            if known is None or [id(g) for g in found] != [id(g) for g in known]:
+                known = found
+            vars(self).update(_generators=known, _attributes=attributes)
+        return known
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in vars(self):
